@@ -40,7 +40,7 @@ def on_device(numbers: Sequence[float], device: torch.device, dtype: torch.dtype
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
 
 
-class Look:
+class PendingNumbers:
     """Numbers of the device that the host reads later: by then they have been copied, so that reading them waits for nothing."""
 
     def __init__(self, seen: torch.Tensor) -> None:

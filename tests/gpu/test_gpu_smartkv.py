@@ -19,9 +19,9 @@ import kvcompile
 from kvcompile.extensions.smartkv import allocation, buckets, moves
 from kvcompile.extensions.smartkv import attend as operation
 from kvcompile.extensions.smartkv.allocation import Terms, by_sorting, worth_of
-from kvcompile.extensions.smartkv.buckets import Buckets, Room
-from kvcompile.extensions.smartkv.budget import Cost, Halves
-from kvcompile.extensions.smartkv.ladder import Taste, ladder
+from kvcompile.extensions.smartkv.buckets import Buckets, PlaneLengths
+from kvcompile.extensions.smartkv.budget import Cost, KeyValueWidths
+from kvcompile.extensions.smartkv.ladder import LevelPreference, ladder
 from kvcompile.extensions.smartkv.movement import BY_KERNELS
 from kvcompile.runtime.store.adaptive_store import AdaptiveStore
 from kvcompile.schemes import Smartkv
@@ -91,16 +91,18 @@ def test_tokens_are_moved_as_the_definition_moves_them(number: int, scale_dtype:
     order = moves.order_of(wanted, half)
     made = []
     for way in (BY_KERNELS, moves.Definition()):
-        made.append(buckets.made(half, order.ends, torch.full_like(half.first, count), moves.with_slack(Room.of(order.counts, half))))
+        made.append(
+            buckets.made(half, order.ends, torch.full_like(half.first, count), moves.with_slack(PlaneLengths.of(order.counts, half)))
+        )
         way.move(half, order, int(half.first), made[-1])
     assert_moved_alike(*made)
 
 
 @pytest.mark.parametrize("tokens", [1, 100, 5000, 40000])
 def test_levels_are_chosen_as_the_definition_chooses_them(tokens: int) -> None:
-    for halves, alpha in ((Halves((3, 4, 8)), 0.5), (Halves((2, 8), (2, 3, 4, 8)), 1.0)):
-        levels = ladder(halves, Taste(alpha))
-        terms = Terms.of(Cost(2, 64, beside=8), levels, Taste(alpha))
+    for halves, alpha in ((KeyValueWidths((3, 4, 8)), 0.5), (KeyValueWidths((2, 8), (2, 3, 4, 8)), 1.0)):
+        levels = ladder(halves, LevelPreference(alpha))
+        terms = Terms.of(Cost(2, 64, beside=8), levels, LevelPreference(alpha))
         seed = torch.Generator().manual_seed(tokens)
         importance = torch.rand(3, tokens, generator=seed) ** 4
         importance[1], importance[2] = 1.0, (4 * importance[2]).round()

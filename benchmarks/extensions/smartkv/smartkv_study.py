@@ -22,8 +22,8 @@ from rich.table import Table
 
 from kvcompile import schemes
 from kvcompile.extensions.smartkv import codes
-from kvcompile.extensions.smartkv.allocation import Taste, allocate, spendable, spent
-from kvcompile.extensions.smartkv.budget import Cost, Halves
+from kvcompile.extensions.smartkv.allocation import LevelPreference, allocate, spendable, spent
+from kvcompile.extensions.smartkv.budget import Cost, KeyValueWidths
 from kvcompile.extensions.smartkv.importance import (
     Measure,
     across_layers,
@@ -70,8 +70,8 @@ class Adaptive:
 
     budget: float
     cost: Cost
-    halves: Halves = field(default_factory=lambda: Halves((3, 4, 8), (2, 3, 4, 8)))
-    taste: Taste = field(default_factory=Taste)
+    halves: KeyValueWidths = field(default_factory=lambda: KeyValueWidths((3, 4, 8), (2, 3, 4, 8)))
+    preference: LevelPreference = field(default_factory=LevelPreference)
     aggregated: bool = False
     temperature: float = 512.0
     head_share: float = 0.3
@@ -97,7 +97,7 @@ class Adaptive:
         given = [across_layers(torch.stack(self.importance))] * len(self.importance) if self.aggregated else self.importance
         if self.temperature:
             given = [weighted_by_recency(each, age, self.temperature) for each in given]
-        found = [allocate(each, spend, self.cost, self.halves, self.taste, protected_RT=protected) for each in given]
+        found = [allocate(each, spend, self.cost, self.halves, self.preference, protected_RT=protected) for each in given]
         self.widths = [(each.keys, each.values) for each in found]
 
     def after(self, attention: list[Tensor]) -> None:
@@ -156,17 +156,18 @@ def subjects(cost: Cost, slot: SlotSpec, budgets: list[float]) -> dict[str, Fixe
     found: dict[str, Fixed | Adaptive] = {name: Fixed(name, slot) for name in ("int8", "int4", "int4(granularity=token)", "nf4")}
     # What of it is the width of the newest tokens alone?
     for keys, values in ((3, 3), (4, 3), (4, 4)):
-        found[f"keys of {keys}, values of {values} bits, the newest of 8"] = Adaptive(0.5, cost, Halves((keys,), (values,)))
+        found[f"keys of {keys}, values of {values} bits, the newest of 8"] = Adaptive(0.5, cost, KeyValueWidths((keys,), (values,)))
     for budget in budgets:
         for keys in ((2, 3, 4, 8), (3, 4, 8), (4, 8)):
-            halves = Halves(keys, codes.WIDTHS)
+            halves = KeyValueWidths(keys, codes.WIDTHS)
             if budget >= cost.least(halves) + 0.005:
                 found[f"budget {budget}, keys {keys}"] = Adaptive(budget, cost, halves)
     changes: dict[str, dict[str, Any]] = {
         "one importance for all layers": {"aggregated": True}, "no recency": {"temperature": 0.0}, "no head weights": {"head_share": 0.0},
-        "alpha 0.3": {"taste": Taste(0.3)}, "alpha 0.8": {"taste": Taste(0.8)}, "keys count twice": {"taste": Taste(keys=2.0)},
+        "alpha 0.3": {"taste": LevelPreference(0.3)}, "alpha 0.8": {"taste": LevelPreference(0.8)},
+        "keys count twice": {"taste": LevelPreference(keys=2.0)},
     }
-    finer = Halves((4, 8), codes.WIDTHS)
+    finer = KeyValueWidths((4, 8), codes.WIDTHS)
     return found | {f"budget 0.28, keys (4, 8), {name}": Adaptive(0.28, cost, finer, **change) for name, change in changes.items()}
 
 

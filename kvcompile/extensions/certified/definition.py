@@ -49,7 +49,7 @@ class Tokens(NamedTuple):
     exact: torch.Tensor
 
 
-class Sight(NamedTuple):
+class BlockVisibility(NamedTuple):
     """Visible tokens [B, 1 or K, Q, T]; blocks with a visible token; those whose visible tokens are all in full precision."""
 
     tokens: torch.Tensor
@@ -78,14 +78,14 @@ def certified_step(
     heads = (K, H // K)
     T = keys[0].shape[0] * keys[0].shape[3]
     _check_tier_2(originals, keys[0].shape[0])
-    sight, extra = _sight(operands, heads, T)
-    seen = sight.tokens.any(2)
+    visible, extra = _sight(operands, heads, T)
+    seen = visible.tokens.any(2)
     k, v = _sides(scheme, operands, originals, seen)
     query = q.unflatten(1, heads).flatten(2, 3).to(torch.float32)
-    scores = Scores(query, sight.tokens, extra, operands.scale, operands.softcap)
-    notes = notes_of(as_tokens(keys[-1]), as_tokens(operands.values[-1]), k.coded, v.coded, sight.alone, seen)
-    live = sight.live.expand(B, K, -1, -1)
-    codes = live & ~sight.alone.unsqueeze(2)
+    scores = Scores(query, visible.tokens, extra, operands.scale, operands.softcap)
+    notes = notes_of(as_tokens(keys[-1]), as_tokens(operands.values[-1]), k.coded, v.coded, visible.alone, seen)
+    live = visible.live.expand(B, K, -1, -1)
+    codes = live & ~visible.alone.unsqueeze(2)
     products = Tokens(scores.products(k.coded), scores.products(k.exact))
     logits = Tokens(*(scores.logits(each) for each in products))
     coded = masses(logits.coded)
@@ -94,7 +94,7 @@ def certified_step(
     sink = None if sinks is None else sinks.to(torch.float32).view(K, heads[1], 1).expand(-1, -1, S).flatten(1).expand(B, -1, -1)
 
     steps, zeros = (as_tokens(plane).to(torch.float32) for plane in keys[1:3])
-    delta = of_products = deviations(scores, steps, zeros, notes, live, sight.alone)
+    delta = of_products = deviations(scores, steps, zeros, notes, live, visible.alone)
     if extra is not None:
         highest = torch.maximum(coded.peak, exact.peak).amax(-1)
         delta = Deviations(*(biased(each, live, torch.where(torch.isneginf(highest), 0, highest)) for each in delta))
@@ -109,15 +109,15 @@ def certified_step(
     output = _output(logits_of(promoted.read, logits), top, v, original_values, sink)
     certificate = head_bounds.certificate(softmax, left, Values(nu, eta), output, q.dtype)
 
-    known = live & (sight.alone.unsqueeze(2) | promoted.read)
+    known = live & (visible.alone.unsqueeze(2) | promoted.read)
     causes = causes_of(certificate, rules)
     if rules.rank:
         causes = causes | ranked(*rank_fails(coded, exact, delta, known, codes & ~promoted.read, rules.rank, rules.agree))
     # Before a bias: a large one would round both logits by more than the keys' codes could.
-    damaged = logits_differ(products.coded, products.exact, of_products, sight.from_codes, rules.guard) & promoted.read
+    damaged = logits_differ(products.coded, products.exact, of_products, visible.from_codes, rules.guard) & promoted.read
     # Of keys that no code stands for, which their note says, there is no logit to compare.
     damaged = damaged & ~torch.isnan(notes.kappa).unsqueeze(2)
-    differ = _differ(k, v, notes, sight.from_codes.any(2))
+    differ = _differ(k, v, notes, visible.from_codes.any(2))
     damaged = damaged | (promoted.read & differ[0]) | (original_values & differ[1])
     causes = causes | torch.where((damaged & codes).flatten(1).any(1)[:, None, None], int(Cause.DAMAGED), 0)
 
@@ -180,7 +180,7 @@ def _dense(operands: AttendOperands[torch.Tensor], originals: Sequence[torch.Ten
 
 def _sight(
     operands: AttendOperands[torch.Tensor], heads: tuple[int, int], tokens: int
-) -> tuple[Sight, torch.Tensor | None]:
+) -> tuple[BlockVisibility, torch.Tensor | None]:
     """Return which tokens each query sees, and the bias that its logits get, [B or 1, 1 or K, Q, T]."""
     q, base = operands.q, operands.base
     mask, extra = visible_to_queries(operands, heads, tokens)
@@ -189,7 +189,7 @@ def _sight(
     behind = behind.expand(q.shape[0], -1)[:, None]
     # The first token of a block decides: a block that the window covers from its first token has none from codes.
     alone = ~blocks(behind)[..., 0]
-    return Sight(mask, mask & behind.unsqueeze(2), blocks(mask).any(-1), alone), extra
+    return BlockVisibility(mask, mask & behind.unsqueeze(2), blocks(mask).any(-1), alone), extra
 
 
 def logits_of(read: torch.Tensor, logits: Tokens) -> torch.Tensor:

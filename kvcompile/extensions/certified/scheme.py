@@ -190,12 +190,12 @@ class Certified(Scheme):
         notes = PlaneSpec("notes", torch.float32, 2, rows)
         originals = PlaneSpec(ORIGINALS, slot.dtype, slot.head_dim, host=host, originals=True)
         grown = (*own, notes, originals) if self.coded(slot) else (originals, notes)
-        told = (TELEMETRY_PLANE,) if keys else ()
+        telemetry = (TELEMETRY_PLANE,) if keys else ()
         if not (slots := self.slots(slot)):
-            return Layout((*Layout(grown).windowed(slot, self.window).planes, *told))
+            return Layout((*Layout(grown).windowed(slot, self.window).planes, *telemetry))
         places = PlaneSpec(PLACES, torch.int32, 2, rows, placed=True)
         scratch = PlaneSpec(SCRATCH, slot.dtype, slot.head_dim, slots * BLOCK, Extent.ROW, tally=True, placed=True)
-        return Layout((*Layout((*grown, places)).windowed(slot, self.window).planes, *told, scratch))
+        return Layout((*Layout((*grown, places)).windowed(slot, self.window).planes, *telemetry, scratch))
 
     def slots(self, slot: SlotSpec) -> int:
         """Return the number of scratch slots for each kv head of a row, whole sets."""

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kvcompile.extensions.smartkv.budget import Cost, Halves
-from kvcompile.extensions.smartkv.ladder import Ladder, Taste
+from kvcompile.extensions.smartkv.budget import Cost, KeyValueWidths
+from kvcompile.extensions.smartkv.ladder import Ladder, LevelPreference
 from kvcompile.schemes.adaptive import on_device
 
 
@@ -35,9 +35,9 @@ class Terms:
     floor: float
 
     @staticmethod
-    def of(cost: Cost, levels: Ladder, taste: Taste) -> Terms:
+    def of(cost: Cost, levels: Ladder, preference: LevelPreference) -> Terms:
         """The terms of one ladder."""
-        return Terms(levels.costs(cost), levels.worths, taste.floor)
+        return Terms(levels.costs(cost), levels.worths, preference.floor)
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -100,10 +100,13 @@ MEANS: dict[str, Means] = {}
 """Kernels that give what ``by_sorting`` gives, by type of device; a room of kernels adds its own."""
 
 
-def utility(importance_RT: torch.Tensor, level_RT: torch.Tensor, levels: Ladder, taste: Taste) -> torch.Tensor:
+def utility(importance_RT: torch.Tensor, level_RT: torch.Tensor, levels: Ladder, preference: LevelPreference) -> torch.Tensor:
     """The sum of importance * U(b) over the keys and values of each row, float64 [R]: what an allocation makes as large as it can."""
-    value = importance_RT.to(torch.float64).nan_to_num(0.0).clamp(min=taste.floor)
-    worth = [taste.keys * k**taste.alpha + taste.values * v**taste.alpha for k, v in zip(levels.keys, levels.values, strict=True)]
+    value = importance_RT.to(torch.float64).nan_to_num(0.0).clamp(min=preference.floor)
+    worth = [
+        preference.keys * k**preference.alpha + preference.values * v**preference.alpha for k,
+        v in zip(levels.keys, levels.values, strict=True)
+    ]
     return (value * looked_up([0.0, *worth], level_RT, torch.float64)).sum(-1)
 
 
@@ -117,14 +120,14 @@ def looked_up(table: Sequence[float], level_RT: torch.Tensor, dtype: torch.dtype
     return on_device(table, level_RT.device, dtype)[level_RT.to(torch.int64) + 1]
 
 
-def spendable(budget: float, tokens: int, steps: int, cost: Cost, halves: Halves) -> int:
+def spendable(budget: float, tokens: int, steps: int, cost: Cost, halves: KeyValueWidths) -> int:
     """Bytes that ``tokens`` tokens may take now, so that ``steps`` more, which enter at the largest widths, stay in the budget too."""
     entering = cost.token(halves.keys[-1], halves.values[-1])
     allowed = budget * cost.dense
     return int(min(allowed * tokens, allowed * (tokens + steps) - entering * steps) + 1e-6)
 
 
-def binding_from(budget: float, protected: int, steps: int, cost: Cost, halves: Halves) -> int | None:
+def binding_from(budget: float, protected: int, steps: int, cost: Cost, halves: KeyValueWidths) -> int | None:
     """The number of tokens from which on a budget can be met; None where it never can.
 
     Fewer are exempt: ``protected`` tokens have the largest widths, and so have up to ``steps`` that came since the last allocation.

@@ -122,8 +122,8 @@ class _Averages:
     def store(self, importance: torch.Tensor, heads: torch.Tensor) -> None:
         """Write the averages into their planes."""
         least = torch.where(self.seen, LEAST, 0.0)
-        told = torch.stack([torch.maximum(self.plain, least), self.weighted], dim=-1)
-        importance.copy_(told.unflatten(1, (importance.shape[0], -1)).transpose(0, 1).unsqueeze(2))
+        averages = torch.stack([torch.maximum(self.plain, least), self.weighted], dim=-1)
+        importance.copy_(averages.unflatten(1, (importance.shape[0], -1)).transpose(0, 1).unsqueeze(2))
         heads[0, :, :, 0, 0] = self.heads
 
 

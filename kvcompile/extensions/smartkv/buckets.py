@@ -271,16 +271,16 @@ def with_pool_rows(ends_LBn: torch.Tensor, widths: tuple[int, ...], heads: int, 
 
 
 @dataclass(frozen=True)
-class Room:
+class PlaneLengths:
     """The lengths of planes: rows of the pool, and tokens of ``scales`` and ``where``."""
 
     rows: int
     tokens: int
 
     @staticmethod
-    def of(counts: Sequence[Sequence[int]], like: Buckets) -> Room:
+    def of(counts: Sequence[Sequence[int]], like: Buckets) -> PlaneLengths:
         """The room that some tokens of each bucket need."""
-        return Room(pool_rows(counts, like.widths, like.heads, like.head_dim)[-1], sum(map(sum, counts)))
+        return PlaneLengths(pool_rows(counts, like.widths, like.heads, like.head_dim)[-1], sum(map(sum, counts)))
 
 
 def values(half: Buckets, count: int, heads: slice = slice(None)) -> torch.Tensor:
@@ -333,7 +333,7 @@ def pages_by_position(pages: int) -> int:
     return pages + pages // PAGES_BEHIND
 
 
-def made(half: Buckets, ends: torch.Tensor, first: torch.Tensor, room: Room) -> Buckets:
+def made(half: Buckets, ends: torch.Tensor, first: torch.Tensor, room: PlaneLengths) -> Buckets:
     """Buckets with room for some tokens, none of them written, and no entering token; ``ends``: the plane of that name."""
     return replace(
         half.entered_as(empty(half, 0)), first=first, ends=ends.clone(),
@@ -369,7 +369,7 @@ def _chosen(half: Buckets, picked: list[list[tuple[Part, torch.Tensor]]], first:
     counts = [[len(index) for _, index in of_row] for of_row in picked]
     sizes = torch.tensor(counts, dtype=torch.int32, device=half.ends.device).view(len(picked), len(half.widths))
     ends = sizes.flatten().cumsum(0, dtype=torch.int32).view(1, *sizes.shape)
-    chosen = made(half, with_pool_rows(ends, half.widths, half.heads, half.head_dim)[0], first, Room.of(counts, half))
+    chosen = made(half, with_pool_rows(ends, half.widths, half.heads, half.head_dim)[0], first, PlaneLengths.of(counts, half))
     for (old, index), new in zip((item for of_row in picked for item in of_row), chosen.parts, strict=True):
         new.put(torch.arange(len(index), device=index.device), old.coded(index=index), old.position[index])
     return chosen

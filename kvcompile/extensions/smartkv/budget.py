@@ -26,7 +26,7 @@ DENSE_BYTES = 2 * HEADS * HEAD_DIM * 2
 
 
 @dataclass(frozen=True)
-class Halves:
+class KeyValueWidths:
     """The widths that keys and values may have, each ascending. Their errors differ: a key's is inside the softmax."""
 
     keys: tuple[int, ...] = WIDTHS
@@ -73,15 +73,15 @@ class Cost:
         """Bytes of one token in 16 bits."""
         return int(DENSE_BYTES.subs({HEADS: self.heads, HEAD_DIM: self.head_dim}))
 
-    def least(self, halves: Halves) -> float:
+    def least(self, halves: KeyValueWidths) -> float:
         """The smallest budget there is: every token at its least widths."""
         return self.token(halves.keys[0], halves.values[0]) / self.dense
 
-    def most(self, halves: Halves) -> float:
+    def most(self, halves: KeyValueWidths) -> float:
         """The budget above which nothing is gained: every token at its largest widths."""
         return self.token(halves.keys[-1], halves.values[-1]) / self.dense
 
-    def check(self, budget: float, halves: Halves) -> None:
+    def check(self, budget: float, halves: KeyValueWidths) -> None:
         """Raise BadOption where a budget is below the least."""
         least = self.least(halves)
         if not budget >= least:

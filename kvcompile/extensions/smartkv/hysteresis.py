@@ -15,7 +15,7 @@ import torch
 
 from kvcompile.extensions.smartkv.allocation import Terms, allocate, spent, utility
 from kvcompile.extensions.smartkv.clock import percentiles
-from kvcompile.extensions.smartkv.ladder import Ladder, Taste
+from kvcompile.extensions.smartkv.ladder import Ladder, LevelPreference
 
 MOST_AWAY = 6
 """Checks in a row that are counted; one more does not change what is free."""
@@ -50,7 +50,7 @@ class Decided:
 
 
 @dataclass(frozen=True)
-class Sticking:
+class Hysteresis:
     """How far a rank must move and for how many checks; the share of the utility that holding tokens may cost before all are free."""
 
     moved: float = 0.05
@@ -67,8 +67,8 @@ class Bounds:
 
 
 def decide(
-    importance_RT: torch.Tensor, spend_R: torch.Tensor, terms: Terms, levels: Ladder, taste: Taste, before_RT: torch.Tensor,
-    decided: Decided, bounds: Bounds, sticking: Sticking,
+    importance_RT: torch.Tensor, spend_R: torch.Tensor, terms: Terms, levels: Ladder, preference: LevelPreference, before_RT: torch.Tensor,
+    decided: Decided, bounds: Bounds, hysteresis: Hysteresis,
 ) -> tuple[torch.Tensor, Decided]:
     """Return the new levels, int8 [R, T], and what was decided.
 
@@ -77,8 +77,8 @@ def decide(
     """
     there = bounds.high >= 0
     ranks = percentiles(importance_RT, there)
-    decided = decided.checked(ranks, sticking.moved)
-    free = decided.free(sticking.checks)
+    decided = decided.checked(ranks, hysteresis.moved)
+    free = decided.free(hysteresis.checks)
     stays = (~free & there & (bounds.low < bounds.high)).to(torch.bool)
     kept = torch.minimum(torch.maximum(before_RT, bounds.low), bounds.high)
     low, high = torch.where(stays, kept, bounds.low), torch.where(stays, kept, bounds.high)
@@ -91,8 +91,8 @@ def decide(
     bytes_held, bytes_whole = spent(both, terms).chunk(2)
     # What cannot be met at all is no reason to move: then the whole is no better.
     unmet = (bytes_held > spend_R) & (bytes_whole < bytes_held)
-    of_whole, of_held = (utility(importance_RT, each, levels, taste) for each in (whole, held))
-    anew = (unmet | (of_whole - of_held > sticking.costs * of_whole)).unsqueeze(-1)
-    settled = free | anew
-    rank = torch.where(there, torch.where(settled, ranks, decided.rank), float("nan"))
-    return torch.where(anew, whole, held), Decided(rank, torch.where(settled, 0, decided.away).to(torch.int8))
+    of_whole, of_held = (utility(importance_RT, each, levels, preference) for each in (whole, held))
+    anew = (unmet | (of_whole - of_held > hysteresis.costs * of_whole)).unsqueeze(-1)
+    refreshed = free | anew
+    rank = torch.where(there, torch.where(refreshed, ranks, decided.rank), float("nan"))
+    return torch.where(anew, whole, held), Decided(rank, torch.where(refreshed, 0, decided.away).to(torch.int8))

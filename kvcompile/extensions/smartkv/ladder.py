@@ -11,11 +11,11 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from kvcompile.extensions.smartkv.budget import Cost, Halves
+from kvcompile.extensions.smartkv.budget import Cost, KeyValueWidths
 
 
 @dataclass(frozen=True)
-class Taste:
+class LevelPreference:
     """Weights of a step's worth: the exponent of U, the least importance, and how much keys and values matter (10.6)."""
 
     alpha: float = 0.5
@@ -45,17 +45,17 @@ class Ladder:
         return tuple(cost.token(keys, values) for keys, values in zip(self.keys, self.values, strict=True))
 
 
-def ladder(halves: Halves, taste: Taste) -> Ladder:
+def ladder(halves: KeyValueWidths, preference: LevelPreference) -> Ladder:
     """The levels of some widths: a step is worth weight * (U(b') - U(b)) / (b' - b), with U(b) = b^alpha.
 
     Equal steps: the earlier one of its half first, then that of keys.
     """
     steps = []
-    for half, (widths, weight) in enumerate(zip(halves, (taste.keys, taste.values), strict=True)):
+    for half, (widths, weight) in enumerate(zip(halves, (preference.keys, preference.values), strict=True)):
         worth = float("inf")
         for number, (b, wider) in enumerate(itertools.pairwise(widths)):
             # Never above the step before, whatever the rounding: the steps of a half keep their order.
-            worth = min(worth, weight * (wider**taste.alpha - b**taste.alpha) / (wider - b))
+            worth = min(worth, weight * (wider**preference.alpha - b**preference.alpha) / (wider - b))
             steps.append((-worth, number, half, wider))
     now = [halves.keys[0], halves.values[0]]
     levels = [tuple(now)]

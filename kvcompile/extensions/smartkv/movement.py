@@ -14,7 +14,7 @@ from kvcompile.extensions.smartkv.codes import Frame
 from kvcompile.extensions.smartkv.kernels import bits_of_levels
 from kvcompile.extensions.smartkv.kernels.levels import choose_levels
 from kvcompile.extensions.smartkv.kernels.reencode import decode_tokens, move_tokens, say_levels
-from kvcompile.extensions.smartkv.moves import Order
+from kvcompile.extensions.smartkv.moves import TokenMove
 from kvcompile.lowering.host.launches import Direct, Launcher
 from kvcompile.schemes.adaptive import on_device
 from kvcompile.schemes.symmetric import SCALE_ULP, TINY
@@ -40,7 +40,7 @@ class Kernels:
             )
         return found
 
-    def move(self, half: Buckets, order: Order, first: int, into: Buckets) -> None:
+    def move(self, half: Buckets, order: TokenMove, first: int, into: Buckets) -> None:
         del first
         dtype = half.scales.dtype
         self.launcher.kernel(

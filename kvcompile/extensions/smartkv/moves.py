@@ -16,7 +16,7 @@ import torch
 
 from kvcompile.extensions.smartkv import buckets, originals
 from kvcompile.extensions.smartkv import codes as coder
-from kvcompile.extensions.smartkv.buckets import Buckets, Room
+from kvcompile.extensions.smartkv.buckets import Buckets, PlaneLengths
 from kvcompile.extensions.smartkv.codes import ENTERING
 from kvcompile.extensions.smartkv.originals import Again
 from kvcompile.schemes.base import Planes
@@ -26,24 +26,24 @@ SLACK = 128
 """Planes that are made anew have room for a 128th more than their tokens need."""
 
 
-def with_slack(need: Room) -> Room:
+def with_slack(need: PlaneLengths) -> PlaneLengths:
     """Room for a little more than is needed."""
-    return Room(need.rows + need.rows // SLACK, need.tokens + need.tokens // SLACK)
+    return PlaneLengths(need.rows + need.rows // SLACK, need.tokens + need.tokens // SLACK)
 
 
-def fits(half: Buckets, need: Room) -> bool:
+def fits(half: Buckets, need: PlaneLengths) -> bool:
     """Whether a half's planes have the room."""
     return need.rows <= half.pool.shape[0] and need.tokens <= half.where.shape[0]
 
 
-def held_bytes(half: Buckets, room: Room | None = None) -> int:
+def held_bytes(half: Buckets, room: PlaneLengths | None = None) -> int:
     """Bytes of a half's settled tokens with that room, or with the room that its planes have."""
-    room = room or Room(half.pool.shape[0], half.where.shape[0])
+    room = room or PlaneLengths(half.pool.shape[0], half.where.shape[0])
     return room.rows * buckets.ROW + room.tokens * (half.heads * half.scales.itemsize + half.where.itemsize)
 
 
 @dataclass(frozen=True)
-class Order:
+class TokenMove:
     """New places of a half's tokens: levels int8 [B, T], places int32 [B, T], the plane ``ends``.
 
     ``counts``: tokens of each level of each row, on the host. ``again``: those that are coded from their originals, with tier 2.
@@ -68,12 +68,12 @@ def placed(levels_LBT: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.T
     return place.to(torch.int32), ends.to(torch.int32)
 
 
-def order_of(levels_BT: torch.Tensor, half: Buckets) -> Order:
+def order_of(levels_BT: torch.Tensor, half: Buckets) -> TokenMove:
     """The order of one half alone. Waits for the device."""
     number = len(half.widths)
     place, ends = placed(levels_BT.unsqueeze(0), number)
     plane = buckets.with_pool_rows(ends, half.widths, half.heads, half.head_dim)[0]
-    return Order(levels_BT, place[0], plane, counts_of(ends[0].flatten().tolist(), number))
+    return TokenMove(levels_BT, place[0], plane, counts_of(ends[0].flatten().tolist(), number))
 
 
 def counts_of(ends: Sequence[int], number: int) -> tuple[tuple[int, ...], ...]:
@@ -88,7 +88,7 @@ class Movement(Protocol):
     def levels(self, half: Buckets, count: int) -> torch.Tensor:
         """Levels of the tokens at positions 0 to ``count`` - 1, int8 [B, T]; one more than the largest where they enter."""
 
-    def move(self, half: Buckets, order: Order, first: int, into: Buckets) -> None:
+    def move(self, half: Buckets, order: TokenMove, first: int, into: Buckets) -> None:
         """Write codes, scales and positions of all tokens below T into the planes of ``into``, in ``order``.
 
         ``first``: what the half's plane of that name holds. A token never becomes wider, unless ``order.again`` has it: what is written
@@ -102,7 +102,7 @@ class Definition:
     def levels(self, half: Buckets, count: int) -> torch.Tensor:
         return buckets.levels(half, count)
 
-    def move(self, half: Buckets, order: Order, first: int, into: Buckets) -> None:
+    def move(self, half: Buckets, order: TokenMove, first: int, into: Buckets) -> None:
         number = len(half.widths)
         ends = order.ends[0, :, 0, 0, :number]
         begins = ends - torch.tensor(order.counts, device=ends.device).view_as(ends)
@@ -147,7 +147,7 @@ def _sources(half: Buckets, count: int, first: int) -> Iterator[_Source]:
 def settled(half: Buckets, levels_BT: torch.Tensor) -> Buckets:
     """All T tokens moved to the buckets that ``levels`` int8 [B, T] say, in planes without slack. Waits for the device."""
     order, count = order_of(levels_BT, half), levels_BT.shape[1]
-    return moved(half, order, int(half.first), count, Room.of(order.counts, half))
+    return moved(half, order, int(half.first), count, PlaneLengths.of(order.counts, half))
 
 
 def mean_of(half: Buckets, first: int, count: int, there_BT: torch.Tensor) -> torch.Tensor:
@@ -160,7 +160,7 @@ def mean_of(half: Buckets, first: int, count: int, there_BT: torch.Tensor) -> to
     return mean.to(half.mean.dtype).unsqueeze(0)
 
 
-def moved(half: Buckets, order: Order, first: int, held: int, room: Room | None) -> Buckets:
+def moved(half: Buckets, order: TokenMove, first: int, held: int, room: PlaneLengths | None) -> Buckets:
     """The half with its first T tokens moved, T from ``order``; those up to ``held`` are left entering.
 
     ``first``: what the plane of that name holds. ``room``: that of new planes; None: its own planes are written.

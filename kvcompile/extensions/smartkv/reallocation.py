@@ -24,14 +24,14 @@ import torch
 
 from kvcompile.extensions.smartkv import buckets, clock, moves, originals
 from kvcompile.extensions.smartkv.allocation import allocate
-from kvcompile.extensions.smartkv.buckets import Buckets, Room
+from kvcompile.extensions.smartkv.buckets import Buckets, PlaneLengths
 from kvcompile.extensions.smartkv.codes import ENTERING
 from kvcompile.extensions.smartkv.hysteresis import Bounds, Decided, decide
 from kvcompile.extensions.smartkv.importance import blended, weighted_by_recency
-from kvcompile.extensions.smartkv.moves import SLACK, Order
+from kvcompile.extensions.smartkv.moves import SLACK, TokenMove
 from kvcompile.extensions.smartkv.originals import Again
 from kvcompile.extensions.smartkv.rules import Rules
-from kvcompile.schemes.adaptive import Churn, Look, Reallocated, on_device
+from kvcompile.schemes.adaptive import Churn, PendingNumbers, Reallocated, on_device
 from kvcompile.schemes.base import Planes
 from kvcompile.types import PAGE, SlotSpec, pages_for
 
@@ -125,7 +125,7 @@ def pages_entering(tokens: int) -> int:
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeyStatistics:
     """The planes that keys have beside their buckets."""
 
     importance: torch.Tensor
@@ -144,7 +144,7 @@ class Layer:
     """A layer's buckets of keys, what is kept beside them, its buckets of values, its number and ``buckets.first``."""
 
     keys: Buckets
-    kept: Kept
+    statistics: KeyStatistics
     values: Buckets
     number: int
     first: int
@@ -155,7 +155,7 @@ class Layer:
         return self.keys, self.values
 
 
-def of_layers(layers: Sequence[Kept], count: int) -> torch.Tensor:
+def of_layers(layers: Sequence[KeyStatistics], count: int) -> torch.Tensor:
     """Copies of the first ``count`` rows of planes ``importance`` and ``before`` of layers, float32 [L, B, T, 3]."""
     return torch.stack([
         torch.cat([by_position(kept.importance, count), by_position(kept.before, count).to(torch.float32)], -1) for kept in layers
@@ -163,7 +163,7 @@ def of_layers(layers: Sequence[Kept], count: int) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class _Some:
+class _BatchDecision:
     """The decision of some layers: levels int8, places int32 [L, B, T]; planes ``ends`` of both halves, rows of ``before`` and ``decided``.
 
     ``numbers`` [L, n]: settled tokens that change, those among them that become wider, promotions that codes cannot give, and where
@@ -175,9 +175,9 @@ class _Some:
     place: torch.Tensor
     ends: tuple[torch.Tensor, torch.Tensor]
     plain: torch.Tensor
-    told: torch.Tensor
+    decided: torch.Tensor
     there: torch.Tensor
-    numbers: Look
+    numbers: PendingNumbers
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ class Decision:
 
     count: int
     together: int
-    some: tuple[_Some, ...]
+    some: tuple[_BatchDecision, ...]
 
 
 def decided(scheme: Rules, layers: Sequence[Layer], slot: SlotSpec, importance_LBTw: torch.Tensor) -> Decision:
@@ -194,11 +194,12 @@ def decided(scheme: Rules, layers: Sequence[Layer], slot: SlotSpec, importance_L
     rows, count = importance_LBTw.shape[1:3]
     together = max(1, TOGETHER // (rows * count))
     return Decision(count, together, tuple(
-        _some(scheme, layers[at : at + together], slot, importance_LBTw[at : at + together]) for at in range(0, len(layers), together)
+        _decide_batch(scheme, layers[at : at + together], slot, importance_LBTw[at : at + together])
+        for at in range(0, len(layers), together)
     ))
 
 
-def _some(scheme: Rules, layers: Sequence[Layer], slot: SlotSpec, importance_LBTw: torch.Tensor) -> _Some:
+def _decide_batch(scheme: Rules, layers: Sequence[Layer], slot: SlotSpec, importance_LBTw: torch.Tensor) -> _BatchDecision:
     """Decide the levels of layers side by side."""
     terms, levels, rows, count = scheme.terms(slot), scheme.levels, *importance_LBTw.shape[1:3]
     plain, weighted, _ = importance_LBTw.flatten(0, 1).unbind(-1)
@@ -222,8 +223,8 @@ def _some(scheme: Rules, layers: Sequence[Layer], slot: SlotSpec, importance_LBT
         spendable(scheme, slot, rows, count, layer.number, interval(scheme, slot, rows, count, layer.number)) for layer in layers
     ]
     spend = on_device([each for each in budgets for _ in range(rows)], device) - hidden
-    told = _told(torch.cat([by_position(layer.kept.decided, count) for layer in layers])[..., 0])
-    found, after = decide(value, spend, terms, levels, scheme.taste, before, told, Bounds(low, high), scheme.sticking)
+    decided = _decided_from(torch.cat([by_position(layer.statistics.decided, count) for layer in layers])[..., 0])
+    found, after = decide(value, spend, terms, levels, scheme.preference, before, decided, Bounds(low, high), scheme.hysteresis)
     old = places < on_device([layer.first for layer in layers for _ in range(rows)], device).unsqueeze(-1)
     new = found.clamp(min=0)
     changed, promoted = (((new != before) & old).sum(-1), (new > before).sum(-1))
@@ -241,9 +242,9 @@ def _some(scheme: Rules, layers: Sequence[Layer], slot: SlotSpec, importance_LBT
     numbers = torch.cat(told_of, -1)
     stored = torch.where(after.rank.isnan(), 0, 1 + RANKS * after.away + ((RANKS - 1) * after.rank.nan_to_num()).to(torch.int16))
     planes = [buckets.with_pool_rows(ends, half.widths, half.heads, half.head_dim) for half in layers[0].halves]
-    return _Some(
+    return _BatchDecision(
         new.view(shape), now.view(shape), place, (planes[0], planes[1]), plain.view(shape), stored.to(torch.int16).view(shape),
-        there.view(shape), Look(numbers),
+        there.view(shape), PendingNumbers(numbers),
     )
 
 
@@ -257,12 +258,12 @@ def moved(scheme: Rules, layer: Layer, slot: SlotSpec, decision: Decision, numbe
     width = len(scheme.levels)
     counts = moves.counts_of(rest[: layer.keys.rows * width], width)
     orders = [
-        Order(some.levels[at], some.place[at], plane[at], counts, _again(some, at, rest, half, number))
+        TokenMove(some.levels[at], some.place[at], plane[at], counts, _again(some, at, rest, half, number))
         for number, (plane, half) in enumerate(zip(some.ends, layer.halves, strict=True), 1)
     ]
     rows, count = layer.keys.rows, decision.count
     rooms = _rooms(
-        layer, [Room.of(counts, half) for half in layer.halves],
+        layer, [PlaneLengths.of(counts, half) for half in layer.halves],
         settled_bytes(scheme, slot, rows, count, layer.number, interval(scheme, slot, rows, count, layer.number)),
     )
     if not layer.first and layer.keys.mean is not None:
@@ -270,12 +271,12 @@ def moved(scheme: Rules, layer: Layer, slot: SlotSpec, decision: Decision, numbe
     keys, values = (
         moves.moved(half, order, layer.first, held, room) for half, order, room in zip(layer.halves, orders, rooms, strict=True)
     )
-    _write(layer.kept.before, some.plain[at])
-    _write(layer.kept.decided, some.told[at])
-    return Reallocated((*keys.planes, *layer.kept.planes), values.planes, Churn(1, changed, refused, promoted))
+    _write(layer.statistics.before, some.plain[at])
+    _write(layer.statistics.decided, some.decided[at])
+    return Reallocated((*keys.planes, *layer.statistics.planes), values.planes, Churn(1, changed, refused, promoted))
 
 
-def _again(some: _Some, at: int, numbers: Sequence[int], half: Buckets, number: int) -> Again | None:
+def _again(some: _BatchDecision, at: int, numbers: Sequence[int], half: Buckets, number: int) -> Again | None:
     """The tokens that a half, the first or second of a layer, codes again; None without tier 2. ``numbers``: from buckets' ends on."""
     if half.originals is None:
         return None
@@ -285,7 +286,7 @@ def _again(some: _Some, at: int, numbers: Sequence[int], half: Buckets, number: 
     return originals.again(half.widths, some.before[at], some.levels[at], counts)
 
 
-def _rooms(layer: Layer, needs: Sequence[Room], most: int) -> Sequence[Room | None]:
+def _rooms(layer: Layer, needs: Sequence[PlaneLengths], most: int) -> Sequence[PlaneLengths | None]:
     """The room of new planes, None for both halves where theirs have it and take no more than ``most`` bytes."""
     halves = layer.halves
     if all(moves.fits(half, need) for half, need in zip(halves, needs, strict=True)) and sum(map(moves.held_bytes, halves)) <= most:
@@ -303,7 +304,7 @@ def _write(plane: torch.Tensor, rows_BT: torch.Tensor) -> None:
         of_pages[full, :, :rest] = rows_BT[:, full * PAGE :]
 
 
-def _told(stored_RT: torch.Tensor) -> Decided:
+def _decided_from(stored_RT: torch.Tensor) -> Decided:
     """The decisions that rows [B, T] of the plane ``decided`` stand for."""
     number = stored_RT.to(torch.int32) - 1
     rank = (number % RANKS).to(torch.float32) / (RANKS - 1)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Protocol
 
 from kvcompile.extensions.smartkv.allocation import Terms
-from kvcompile.extensions.smartkv.budget import Cost, Halves
-from kvcompile.extensions.smartkv.hysteresis import Sticking
-from kvcompile.extensions.smartkv.ladder import Ladder, Taste
+from kvcompile.extensions.smartkv.budget import Cost, KeyValueWidths
+from kvcompile.extensions.smartkv.hysteresis import Hysteresis
+from kvcompile.extensions.smartkv.ladder import Ladder, LevelPreference
 from kvcompile.types import SlotSpec
 
 
@@ -60,17 +60,17 @@ class Rules(Protocol):
         ...
 
     @property
-    def halves(self) -> Halves:
+    def halves(self) -> KeyValueWidths:
         """The widths of keys and of values."""
         ...
 
     @property
-    def taste(self) -> Taste:
+    def preference(self) -> LevelPreference:
         """The weights of a step's worth."""
         ...
 
     @property
-    def sticking(self) -> Sticking:
+    def hysteresis(self) -> Hysteresis:
         """How a width holds."""
         ...
 

@@ -40,12 +40,12 @@ from kvcompile.errors import BadOption, HalvesDiffer
 from kvcompile.extensions.smartkv import buckets, clock, codes, moves, reallocation
 from kvcompile.extensions.smartkv.allocation import Terms, looked_up
 from kvcompile.extensions.smartkv.buckets import Buckets, Form
-from kvcompile.extensions.smartkv.budget import Cost, Halves, Phases, layer_budgets
+from kvcompile.extensions.smartkv.budget import Cost, KeyValueWidths, Phases, layer_budgets
 from kvcompile.extensions.smartkv.codes import ENTERING, Frame
-from kvcompile.extensions.smartkv.hysteresis import MOST_AWAY, Sticking
+from kvcompile.extensions.smartkv.hysteresis import MOST_AWAY, Hysteresis
 from kvcompile.extensions.smartkv.importance import Measure, blended
-from kvcompile.extensions.smartkv.ladder import Ladder, Taste, ladder
-from kvcompile.extensions.smartkv.reallocation import Kept
+from kvcompile.extensions.smartkv.ladder import Ladder, LevelPreference, ladder
+from kvcompile.extensions.smartkv.reallocation import KeyStatistics
 from kvcompile.schemes.adaptive import EARLY, SPREAD, Adaptive, Due, Reallocated, Stored
 from kvcompile.schemes.base import QUIET, Planes, Scheme, require, require_divides
 from kvcompile.schemes.symmetric import SCALE_DTYPES
@@ -177,9 +177,9 @@ class Smartkv(Adaptive):
     # --- options as the mathematics takes them -------------------------------------------------------
 
     @property
-    def halves(self) -> Halves:
+    def halves(self) -> KeyValueWidths:
         """The widths of keys and of values; raises BadOption."""
-        return Halves(*(_numbers(option, getattr(self, option), int) for option in ("keys", "values")))
+        return KeyValueWidths(*(_numbers(option, getattr(self, option), int) for option in ("keys", "values")))
 
     @property
     def weights(self) -> tuple[float, ...]:
@@ -187,19 +187,19 @@ class Smartkv(Adaptive):
         return _numbers("layer_weights", self.layer_weights, float) if self.layer_weights != "" else ()
 
     @property
-    def taste(self) -> Taste:
+    def preference(self) -> LevelPreference:
         """The weights of a step's worth."""
-        return Taste(self.alpha, self.floor, self.key_weight, self.value_weight)
+        return LevelPreference(self.alpha, self.floor, self.key_weight, self.value_weight)
 
     @property
-    def sticking(self) -> Sticking:
+    def hysteresis(self) -> Hysteresis:
         """How a width holds."""
-        return Sticking(self.moved, self.checks, self.costs)
+        return Hysteresis(self.moved, self.checks, self.costs)
 
     @functools.cached_property
     def levels(self) -> Ladder:
         """The levels of a token."""
-        return ladder(self.halves, self.taste)
+        return ladder(self.halves, self.preference)
 
     @functools.cached_property
     def form(self) -> Form:
@@ -218,7 +218,7 @@ class Smartkv(Adaptive):
 
     def terms(self, slot: SlotSpec) -> Terms:
         """The terms of a decision."""
-        return Terms.of(self.cost(slot), self.levels, self.taste)
+        return Terms.of(self.cost(slot), self.levels, self.preference)
 
     @property
     def for_good(self) -> int:
@@ -317,11 +317,11 @@ class Smartkv(Adaptive):
 
     # --- stored planes ---------------------------------------------------------------------------
 
-    def _split(self, planes: Planes) -> tuple[Buckets, Kept | None]:
+    def _split(self, planes: Planes) -> tuple[Buckets, KeyStatistics | None]:
         """The buckets, and what keys keep beside them."""
         half = Buckets.of(planes, self.form)
         rest = planes[len(half.planes) :]
-        return half, Kept(*rest) if rest else None
+        return half, KeyStatistics(*rest) if rest else None
 
     def with_room(self, planes: Planes, first: int, tokens: int) -> Planes:
         half, kept = self._split(planes)
@@ -331,7 +331,7 @@ class Smartkv(Adaptive):
         pages = pages_for(tokens)
         if pages > min(plane.shape[0] for plane in (kept.importance, kept.before, kept.decided)):
             pages = buckets.pages_by_position(pages)
-            kept = Kept(
+            kept = KeyStatistics(
                 buckets.grown(kept.importance, pages), buckets.grown(kept.before, pages), kept.heads, buckets.grown(kept.decided, pages),
             )
         return (*made.planes, *kept.planes)
@@ -403,7 +403,7 @@ class Smartkv(Adaptive):
             found[..., :2] = reallocation.of_layers([self._kept(keys) for keys in among], count)[..., :2].mean(0)
         return found
 
-    def _kept(self, keys: Planes) -> Kept:
+    def _kept(self, keys: Planes) -> KeyStatistics:
         found = self._split(keys)[1]
         assert found is not None
         return found

@@ -20,7 +20,7 @@ from kvcompile.runtime.forms.form import CacheForm
 from kvcompile.runtime.store.adaptive_store import AdaptiveStore, Pending
 from kvcompile.runtime.store.state import CacheState, Part
 from kvcompile.runtime.store.store import ordinary
-from kvcompile.schemes import Due, Look, Stored
+from kvcompile.schemes import Due, PendingNumbers, Stored
 from kvcompile.schemes.adaptive import EARLY, SPREAD
 
 FEW = 4
@@ -163,7 +163,7 @@ def _look(layers: Sequence[_Held], held: Sequence[_Held]) -> None:
     """Ask whether the importance of layers that are alike has drifted."""
     importance = _importance(layers, held)
     with _beside([importance], beside=True):
-        look = Look(layers[0].keys.scheme.drifted(importance))
+        look = PendingNumbers(layers[0].keys.scheme.drifted(importance))
     for number, item in enumerate(layers):
         item.keys.look = Pending(look, number)
 

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from kvcompile.errors import BadOption
 from kvcompile.extensions.smartkv.allocation import Terms, allocate, binding_from, spendable, spent, utility, worth_of
-from kvcompile.extensions.smartkv.budget import Cost, Halves, Phases, layer_budgets
-from kvcompile.extensions.smartkv.ladder import Ladder, Taste, ladder
+from kvcompile.extensions.smartkv.budget import Cost, KeyValueWidths, Phases, layer_budgets
+from kvcompile.extensions.smartkv.ladder import Ladder, LevelPreference, ladder
 
 COST = Cost(heads=2, head_dim=64)
-HALVES = Halves()
-KEYS_FINER = Halves(keys=(3, 4, 8))
+HALVES = KeyValueWidths()
+KEYS_FINER = KeyValueWidths(keys=(3, 4, 8))
 
 
 def spend_of(budget: float, tokens: int, cost: Cost = COST) -> torch.Tensor:
@@ -28,13 +28,14 @@ def spend_of(budget: float, tokens: int, cost: Cost = COST) -> torch.Tensor:
 
 
 def allocated(
-    importance: torch.Tensor, spend: torch.Tensor, halves: Halves, taste: Taste | None = None, keep: torch.Tensor | None = None,
+    importance: torch.Tensor, spend: torch.Tensor, halves: KeyValueWidths, preference: LevelPreference | None = None,
+    keep: torch.Tensor | None = None,
     protected: torch.Tensor | None = None, most: torch.Tensor | None = None,
 ) -> Any:
     """Levels, widths of keys and of values, and bytes, of tokens [R, T] between the least level and the largest."""
-    taste = taste or Taste()
-    levels = ladder(halves, taste)
-    terms = Terms.of(COST, levels, taste)
+    preference = preference or LevelPreference()
+    levels = ladder(halves, preference)
+    terms = Terms.of(COST, levels, preference)
     high = torch.full(importance.shape, levels.top, dtype=torch.int8) if most is None else most
     if keep is not None:
         high = torch.where(keep, high, -1).to(torch.int8)
@@ -70,18 +71,20 @@ def by_heap(importance: list[float], spend: int, levels: Ladder, terms: Terms) -
 IMPORTANCE = st.lists(st.sampled_from([0.0, 1e-7, 0.01, 0.3, 1.0, 1.0, 2.5, 40.0]), min_size=1, max_size=24)
 
 
-@given(IMPORTANCE, st.floats(0.17, 0.56), st.sampled_from([HALVES, KEYS_FINER, Halves((2, 8), (4,))]), st.sampled_from([0.3, 0.5, 1.0]))
+@given(
+    IMPORTANCE, st.floats(0.17, 0.56), st.sampled_from([HALVES, KEYS_FINER, KeyValueWidths((2, 8), (4,))]), st.sampled_from([0.3, 0.5, 1.0])
+)
 @settings(max_examples=150, deadline=None)
-def test_the_same_as_the_heap_of_the_source(importance: list[float], budget: float, halves: Halves, alpha: float) -> None:
-    spend, taste = spend_of(budget, len(importance)), Taste(alpha, keys=1.5)
-    found = allocated(torch.tensor([importance]), spend, halves, taste)
+def test_the_same_as_the_heap_of_the_source(importance: list[float], budget: float, halves: KeyValueWidths, alpha: float) -> None:
+    spend, preference = spend_of(budget, len(importance)), LevelPreference(alpha, keys=1.5)
+    found = allocated(torch.tensor([importance]), spend, halves, preference)
     assert found.level[0].tolist() == by_heap(importance, int(spend), found.levels, found.terms)
 
 
-@pytest.mark.parametrize("halves", [HALVES, KEYS_FINER, Halves((2, 8), (4,)), Halves((8,), (8,))])
-@pytest.mark.parametrize("taste", [Taste(), Taste(0.3, keys=2.0), Taste(1.0)])
-def test_a_ladder_has_all_widenings_in_the_order_of_their_worth(halves: Halves, taste: Taste) -> None:
-    levels = ladder(halves, taste)
+@pytest.mark.parametrize("halves", [HALVES, KEYS_FINER, KeyValueWidths((2, 8), (4,)), KeyValueWidths((8,), (8,))])
+@pytest.mark.parametrize("taste", [LevelPreference(), LevelPreference(0.3, keys=2.0), LevelPreference(1.0)])
+def test_a_ladder_has_all_widenings_in_the_order_of_their_worth(halves: KeyValueWidths, preference: LevelPreference) -> None:
+    levels = ladder(halves, preference)
     assert len(levels) == len(halves.keys) + len(halves.values) - 1
     assert (levels.keys[0], levels.values[0]) == (halves.keys[0], halves.values[0])
     assert (levels.keys[-1], levels.values[-1]) == (halves.keys[-1], halves.values[-1])
@@ -94,43 +97,43 @@ def test_a_ladder_has_all_widenings_in_the_order_of_their_worth(halves: Halves, 
 @settings(max_examples=30, deadline=None)
 def test_at_most_one_step_below_the_exact_optimum(importance: list[float], budget: float) -> None:
     """A dynamic program over bytes; the loss is at most what one step is worth, the claim that replaces (1 - 1/e)."""
-    taste, chain = Taste(), HALVES.keys
+    preference, chain = LevelPreference(), HALVES.keys
     spend, given = spend_of(budget, len(importance)), torch.tensor([importance], dtype=torch.float64)
-    found = allocated(given, spend, HALVES, taste)
+    found = allocated(given, spend, HALVES, preference)
     best = {0: 0.0}
     for value in importance:
         more: dict[int, float] = {}
         for (cost, gained), keys, values in itertools.product(best.items(), chain, chain):
             total = cost + COST.token(keys, values)
             if total <= int(spend):
-                gain = gained + max(value, taste.floor) * (keys**taste.alpha + values**taste.alpha)
+                gain = gained + max(value, preference.floor) * (keys**preference.alpha + values**preference.alpha)
                 more[total] = max(gain, more.get(total, -1.0))
         best = more
     if not best:
         assert found.spent > spend
         return
-    optimum, reached = max(best.values()), float(utility(given, found.level, found.levels, taste))
-    dearest = max(*importance, taste.floor) * max(b**taste.alpha - a**taste.alpha for a, b in itertools.pairwise(chain))
+    optimum, reached = max(best.values()), float(utility(given, found.level, found.levels, preference))
+    dearest = max(*importance, preference.floor) * max(b**preference.alpha - a**preference.alpha for a, b in itertools.pairwise(chain))
     assert optimum - dearest - 1e-9 <= reached <= optimum + 1e-9
 
 
 def test_below_the_continuous_optimum_and_near_it() -> None:
     """Fractional widths between the least and the largest, by their Lagrangian (10.5), bound what whole ones can reach."""
     torch.manual_seed(0)
-    importance, taste = torch.rand(1, 500, dtype=torch.float64) ** 4, Taste()
+    importance, preference = torch.rand(1, 500, dtype=torch.float64) ** 4, LevelPreference()
     spend = spend_of(0.3, 500)
-    found = allocated(importance, spend, HALVES, taste)
+    found = allocated(importance, spend, HALVES, preference)
     bits = (int(spend) - 500 * (COST.token(2, 2) - 4 * COST.heads * 64 // 8)) / (COST.heads * 64 / 8) / 2
 
     def wanted(price: float) -> torch.Tensor:
-        return ((taste.alpha * importance / price) ** (1 / (1 - taste.alpha))).clamp(2, 8)
+        return ((preference.alpha * importance / price) ** (1 / (1 - preference.alpha))).clamp(2, 8)
 
     low, high = 1e-9, 10.0
     for _ in range(200):
         price = math.sqrt(low * high)
         low, high = (price, high) if float(wanted(price).sum()) > bits else (low, price)
-    bound = float((2 * importance * wanted(price) ** taste.alpha).sum())
-    reached = float(utility(importance, found.level, found.levels, taste))
+    bound = float((2 * importance * wanted(price) ** preference.alpha).sum())
+    reached = float(utility(importance, found.level, found.levels, preference))
     assert 0.97 * bound <= reached <= bound + 1e-9
 
 
@@ -180,9 +183,9 @@ def test_rows_have_their_own_widths_and_padding_has_none() -> None:
 
 
 def test_tokens_that_are_held_keep_their_levels() -> None:
-    levels = ladder(HALVES, Taste())
+    levels = ladder(HALVES, LevelPreference())
     low, high = (torch.tensor([[0, at, levels.top]], dtype=torch.int8) for at in (0, levels.top))
-    found = allocate(torch.tensor([[9.0, 1.0, 0.0]]), spend_of(0.5, 3), Terms.of(COST, levels, Taste()), low, torch.tensor(
+    found = allocate(torch.tensor([[9.0, 1.0, 0.0]]), spend_of(0.5, 3), Terms.of(COST, levels, LevelPreference()), low, torch.tensor(
         [[0, levels.top, levels.top]], dtype=torch.int8,
     ))
     assert found[0].tolist()[::2] == [0, levels.top] and torch.equal(high[:, 2:], low[:, 2:])
@@ -214,7 +217,7 @@ def test_the_smallest_budget(head_dim: int, scale_bytes: int, least: float) -> N
 @pytest.mark.parametrize("widths", [(), (4, 2), (2, 2), (5,)])
 def test_widths_that_there_are_not(widths: tuple[int, ...]) -> None:
     with pytest.raises(BadOption, match="widths"):
-        Halves(keys=widths)
+        KeyValueWidths(keys=widths)
 
 
 @given(st.floats(0.2, 0.5), st.integers(0, 8), st.integers(32, 64))
@@ -259,7 +262,7 @@ def test_a_budget_changes_with_the_number_of_tokens() -> None:
 @given(IMPORTANCE, st.floats(0.17, 0.6), st.randoms(use_true_random=False))
 @settings(max_examples=60, deadline=None)
 def test_no_token_is_wider_than_its_most(importance: list[float], budget: float, random: Any) -> None:
-    tokens, top = len(importance), len(ladder(HALVES, Taste())) - 1
+    tokens, top = len(importance), len(ladder(HALVES, LevelPreference())) - 1
     most = torch.tensor([[random.randint(0, top) for _ in range(tokens)]], dtype=torch.int8)
     protected = torch.tensor([[random.random() < 0.2 for _ in range(tokens)]])
     spend = spend_of(budget, tokens)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcompile.extensions.smartkv.allocation import Terms, allocate, spent, utility
-from kvcompile.extensions.smartkv.budget import Cost, Halves
+from kvcompile.extensions.smartkv.budget import Cost, KeyValueWidths
 from kvcompile.extensions.smartkv.clock import divergence, drifted, interval, percentiles
 from kvcompile.extensions.smartkv.codes import (
     WIDTHS,
@@ -25,7 +25,7 @@ from kvcompile.extensions.smartkv.codes import (
     runs,
     turned,
 )
-from kvcompile.extensions.smartkv.hysteresis import Bounds, Decided, Sticking, decide
+from kvcompile.extensions.smartkv.hysteresis import Bounds, Decided, Hysteresis, decide
 from kvcompile.extensions.smartkv.importance import (
     Measure,
     across_layers,
@@ -38,9 +38,9 @@ from kvcompile.extensions.smartkv.importance import (
     unbiased,
     weighted_by_recency,
 )
-from kvcompile.extensions.smartkv.ladder import Taste, ladder
+from kvcompile.extensions.smartkv.ladder import LevelPreference, ladder
 
-COST, HALVES = Cost(heads=2, head_dim=64), Halves()
+COST, HALVES = Cost(heads=2, head_dim=64), KeyValueWidths()
 
 
 # --- codes ----------------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ def test_drift() -> None:
 # --- who ------------------------------------------------------------------------------------------------
 
 
-LEVELS, TASTE = ladder(HALVES, Taste()), Taste()
+LEVELS, TASTE = ladder(HALVES, LevelPreference()), LevelPreference()
 TERMS = Terms.of(COST, LEVELS, TASTE)
 
 
@@ -198,9 +198,9 @@ def bounds(tokens: int) -> Bounds:
 
 
 def decided_on(
-    importance: torch.Tensor, spend: torch.Tensor, before: torch.Tensor, decided: Decided, sticking: Sticking | None = None
+    importance: torch.Tensor, spend: torch.Tensor, before: torch.Tensor, decided: Decided, hysteresis: Hysteresis | None = None
 ) -> tuple[torch.Tensor, Decided]:
-    return decide(importance, spend, TERMS, LEVELS, TASTE, before, decided, bounds(importance.shape[1]), sticking or Sticking())
+    return decide(importance, spend, TERMS, LEVELS, TASTE, before, decided, bounds(importance.shape[1]), hysteresis or Hysteresis())
 
 
 def whole(importance: torch.Tensor, spend: torch.Tensor) -> torch.Tensor:
@@ -224,12 +224,12 @@ def test_noise_moves_no_token_and_hysteresis_is_why() -> None:
     torch.manual_seed(0)
     importance, spend = torch.rand(1, 400), spend_of(0.3, 400)
     moved = {}
-    for sticking in (Sticking(), Sticking(moved=0.0, checks=0)):
-        levels, decided = decided_on(importance, spend, *nothing(400), sticking)
-        moved[sticking] = 0
+    for hysteresis in (Hysteresis(), Hysteresis(moved=0.0, checks=0)):
+        levels, decided = decided_on(importance, spend, *nothing(400), hysteresis)
+        moved[hysteresis] = 0
         for _ in range(8):
-            after, decided = decided_on(importance + 0.01 * torch.randn(1, 400), spend, levels, decided, sticking)
-            moved[sticking] += churn(levels, after)
+            after, decided = decided_on(importance + 0.01 * torch.randn(1, 400), spend, levels, decided, hysteresis)
+            moved[hysteresis] += churn(levels, after)
             levels = after
     held, free = moved.values()
     assert held == 0 < free

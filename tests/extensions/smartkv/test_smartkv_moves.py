@@ -13,7 +13,7 @@ from test_triton_attend import allow_ranges_over_scalars
 from torch._subclasses import FakeTensorMode
 
 from kvcompile.extensions.smartkv import buckets, codes, movement, moves, originals
-from kvcompile.extensions.smartkv.buckets import Buckets, Form, Room
+from kvcompile.extensions.smartkv.buckets import Buckets, Form, PlaneLengths
 from kvcompile.extensions.smartkv.codes import Frame
 from kvcompile.extensions.smartkv.kernels.reencode import move_tokens
 from kvcompile.extensions.smartkv.movement import Kernels
@@ -78,9 +78,12 @@ def compare() -> None:
             assert (apart <= 1e-6 * form.turned * (2 + wanted.nan_to_num(0.0, 0.0, 0.0).abs().amax(-1))).all(), form
         wanted = torch.minimum(by_chance(form, B, count).flip(-1), now.clamp(max=len(form.widths) - 1))
         order = moves.order_of(wanted, half)
-        room = Room.of(order.counts, half)
+        room = PlaneLengths.of(order.counts, half)
         # Longer planes than are needed, as those that stay where they are.
-        made = [buckets.made(half, order.ends, torch.full_like(half.first, count), Room(room.rows + 3, room.tokens + 2)) for _ in range(2)]
+        made = [
+            buckets.made(half, order.ends, torch.full_like(half.first, count), PlaneLengths(room.rows + 3, room.tokens + 2))
+            for _ in range(2)
+        ]
         definition.move(half, order, first, made[0])
         kernels.move(half, order, first, made[1])
         assert_moved_alike(made[1], made[0])
@@ -145,7 +148,7 @@ def compare_promotions() -> None:
                 counts = originals.counted(originals.changed(form.widths, before, wanted), wanted, len(form.widths))
                 again = originals.again(form.widths, before, wanted, tuple(map(tuple, counts.tolist())))
                 order = replace(moves.order_of(wanted, half), again=again)
-                room = Room.of(order.counts, half)
+                room = PlaneLengths.of(order.counts, half)
                 if stays:
                     half = replace(half, **{
                         name: torch.nn.functional.pad(getattr(half, name), (0,) * 9 + (size,)) for name, size in (
@@ -180,7 +183,7 @@ def recorded(form: Form, dim: int, dtype: torch.dtype) -> Iterator[KernelLaunch]
         kernels = Kernels(recorder)
         kernels.levels(half, 5000)
         kernels.values(half, 5000, 0)
-        kernels.move(half, moves.Order(of, place, half.ends, ((1,),)), 0, half)
+        kernels.move(half, moves.TokenMove(of, place, half.ends, ((1,),)), 0, half)
     for launch in recorder.steps:
         assert isinstance(launch, KernelLaunch)
         yield launch

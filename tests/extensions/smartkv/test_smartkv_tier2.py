@@ -182,8 +182,8 @@ def test_coding_again_asks_the_device_for_no_number(page: bool) -> None:
     before, order = buckets.levels(half, count), moves.order_of(wanted, half)
     counts = originals.counted(originals.changed(half.widths, before, wanted), wanted, number)
     again = originals.again(half.widths, before, wanted, tuple(map(tuple, counts.tolist())))
-    into = buckets.made(half, order.ends, torch.full_like(half.first, count), buckets.Room.of(order.counts, half))
-    moves.Definition().move(half, moves.Order(order.levels, order.place, order.ends, order.counts, again), int(half.first), into)
+    into = buckets.made(half, order.ends, torch.full_like(half.first, count), buckets.PlaneLengths.of(order.counts, half))
+    moves.Definition().move(half, moves.TokenMove(order.levels, order.place, order.ends, order.counts, again), int(half.first), into)
     keys.keep(count)
     half = Buckets.of(tuple(keys.planes), keys.scheme.form)  # type: ignore[attr-defined]
     first = int(half.first)

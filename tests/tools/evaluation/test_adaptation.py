@@ -80,13 +80,13 @@ def test_widths_are_those_of_the_stores(one_thread: None, fresh_dynamo: None, mo
     """The kept histogram and widths equal those of the report and of the stores after the last step."""
     reports, stored = [], []
 
-    class Kept(Watch):
+    class KeyStatistics(Watch):
         def adaptation(self) -> Adaptation | None:
             reports.append(self.owner.report())
             stored.extend((item.path, item.role, item.bits[0].tolist()) for item in self.owner.stored_tokens())
             return super().adaptation()
 
-    monkeypatch.setattr("kvcompile.tools.evaluation.bench.Watch", Kept)
+    monkeypatch.setattr("kvcompile.tools.evaluation.bench.Watch", KeyStatistics)
     bench = Bench(tinylm(), replace(QUICK, lengths=(300,), tail=6, questions=1, tasks=("needle",), batch=2))
     (found,) = bench.measure("smartkv(budget=0.45)").adaptation
     for name, role in (("keys", Role.KEY), ("values", Role.VALUE)):

@@ -23,7 +23,7 @@ from kvcompile.extensions.certified.kernels.bounds import (
     value,
     value_term,
 )
-from kvcompile.extensions.certified.kernels.certified import weighed_from
+from kvcompile.extensions.certified.kernels.certified import row_max_or_zero
 from kvcompile.extensions.certified.kernels.select_blocks import gap_of, in_fours
 from kvcompile.extensions.certified.kernels.top_k import bits_of, edge_of_tail
 from kvcompile.schemes.certificate import bounds
@@ -148,7 +148,7 @@ def bound_sums(
             exact = coded
         else:
             exact = coded & (tl.load(READ + row + n, mask=coded, other=0) != 0)
-        top = weighed_from(TOP + r)
+        top = row_max_or_zero(TOP + r)
         old_peak, old_weight, peak, weight = masses(PEAK, WEIGHT, EXACT_PEAK, EXACT_WEIGHT, row + n, live, exact)
         gap = gap_of(peak, top, live)
         note = NOTES + (pair * blocks + n) * 4

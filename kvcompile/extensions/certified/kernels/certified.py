@@ -103,14 +103,14 @@ def above(square, note):
 
 
 @triton.jit
-def weighed_from(TOP):
+def row_max_or_zero(TOP):
     """The logit that a row's weights are relative to: its largest, zero where it sees nothing."""
     top = tl.load(TOP)
     return tl.where(top == float("-inf"), 0.0, top)
 
 
 @triton.jit
-def next_of(pending, places, OF: tl.constexpr):
+def pop_pending(pending, places, OF: tl.constexpr):
     """The first of what is ``pending``, of ``places`` from 0 to OF, and the rest of it."""
     which = tl.min(tl.where(pending != 0, places, OF), 0)
     return which, tl.where(places == which, 0, pending)

@@ -20,10 +20,10 @@ from kvcompile.extensions.certified.kernels.certified import (
     exp_of,
     fallen,
     finite_or_infinite,
-    next_of,
     norm_above,
+    pop_pending,
+    row_max_or_zero,
     sight,
-    weighed_from,
 )
 
 TILE_VALUES = 64 * 128
@@ -51,13 +51,13 @@ def dense_values(
     for first in range(0, rows, FLAGS):
         pending = fallen(FALLS, first, rows, flag)
         for _row in range(tl.sum(pending, 0)):
-            which, pending = next_of(pending, flag, FLAGS)
+            which, pending = pop_pending(pending, flag, FLAGS)
             r = first + which
             pair = r // (G * S)
             b = (pair // K).to(tl.int64)
             h = (pair % K).to(tl.int64)
             start, last, base = sight(AT + b * (2 * S + 1), S, S2)
-            top = weighed_from(EXACT_TOP + r)
+            top = row_max_or_zero(EXACT_TOP + r)
             logits = LOGITS + r.to(tl.int64) * blocks * BLOCK
             originals = ORIGINALS + b * from_b + h * from_h
             sums = tl.zeros([T, DV], tl.float32)

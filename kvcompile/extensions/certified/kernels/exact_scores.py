@@ -24,8 +24,8 @@ from kvcompile.extensions.certified.kernels.certified import (
     exp_of,
     fallen,
     finite_or_infinite,
-    next_of,
     norm_above,
+    pop_pending,
     sight,
     weighed,
 )
@@ -107,7 +107,7 @@ def exact_scores(
             tl.store(LOGITS + place * BLOCK + i, tl.where(seen, tl.where(coded, found, old), float("-inf")))
             pending = doubts.to(tl.int32)
             for _turn in range(tl.sum(pending, 0)):
-                which, pending = next_of(pending, i, BLOCK)
+                which, pending = pop_pending(pending, i, BLOCK)
                 k64 = tl.load(originals + which * apart_t + c).to(tl.float64)
                 one = tl.load(codes + which * D + c).to(tl.float32) * tl.load(STEPS + scales + c) + tl.load(ZEROS + scales + c)
                 away64 = k64 - one.to(tl.float64)
@@ -177,7 +177,7 @@ def dense_scores(
     for first in range(0, rows, FLAGS):
         pending = fallen(FALLS, first, rows, flag)
         for _row in range(tl.sum(pending, 0)):
-            which, pending = next_of(pending, flag, FLAGS)
+            which, pending = pop_pending(pending, flag, FLAGS)
             r = first + which
             pair = r // (G * S)
             b = (pair // K).to(tl.int64)

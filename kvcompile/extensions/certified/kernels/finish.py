@@ -17,7 +17,7 @@ import triton.language as tl
 
 from kvcompile.extensions.certified.kernels import bound_sums
 from kvcompile.extensions.certified.kernels.bounds import accumulation, center_norm, key, output_rounding, value
-from kvcompile.extensions.certified.kernels.certified import fallen, next_of, up32, weighed_from
+from kvcompile.extensions.certified.kernels.certified import fallen, pop_pending, row_max_or_zero, up32
 from kvcompile.lowering.certificate import head_bounds
 from kvcompile.schemes.certificate import telemetry
 from kvcompile.schemes.certificate.policy import Cause, Count, Figure, Rung
@@ -85,19 +85,19 @@ def as_dtype(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def nothing_less(x):
+def safe_divisor(x):
     """Not below the least sum that something is divided by; NaN stays."""
     return tl.where(x < LEAST_NORMAL, LEAST_NORMAL, x)
 
 
 @triton.jit
-def at(columns, place: tl.constexpr):
+def column(columns, place: tl.constexpr):
     """One of a vector of columns."""
     return tl.sum(tl.where(tl.arange(0, columns.shape[0]) == place, columns, 0.0), 0)
 
 
 @triton.jit
-def some_of(SUMS, r, first, count, OF: tl.constexpr, WIDE: tl.constexpr):
+def load_partials(SUMS, r, first, count, OF: tl.constexpr, WIDE: tl.constexpr):
     """The columns of AT_ONCE of a row's ``count`` programs, [rows, programs, OF]."""
     program = first + tl.arange(0, AT_ONCE)[:, None]
     column = tl.arange(0, WIDE)[None, :]
@@ -106,7 +106,7 @@ def some_of(SUMS, r, first, count, OF: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def together(found, SUMS, r, count, OF: tl.constexpr, WIDE: tl.constexpr):
+def sum_and_max(found, SUMS, r, count, OF: tl.constexpr, WIDE: tl.constexpr):
     """Return the sum and the largest of each column, where NaN is larger than all; ``found``: of the first programs, loaded before."""
     column = tl.arange(0, WIDE)[None, :]
     added = tl.zeros([WIDE], tl.float64)
@@ -118,7 +118,7 @@ def together(found, SUMS, r, count, OF: tl.constexpr, WIDE: tl.constexpr):
         added += tl.sum(found, 0)
         broken += tl.sum((found != found).to(tl.int32), 0)
         most = tl.maximum(most, tl.max(tl.where(inside & (found == found), found, float("-inf")), 0))
-        found = some_of(SUMS, r, first + AT_ONCE, count, OF, WIDE)
+        found = load_partials(SUMS, r, first + AT_ONCE, count, OF, WIDE)
     return added, tl.where(broken == 0, most, float("nan"))
 
 
@@ -136,7 +136,7 @@ def result_of(parts, PARTS, r, rows, count, mass, DV: tl.constexpr, SPAN: tl.con
     for first in range(0, count, SPAN):
         added += parts.to(tl.float64)
         parts = some_parts(PARTS, r, rows, first + SPAN, count, DV, SPAN)
-    return tl.sum(added, 0) / nothing_less(mass)
+    return tl.sum(added, 0) / safe_divisor(mass)
 
 
 @triton.jit
@@ -146,15 +146,15 @@ def certificate_of(sums, most, left, left_most, sink, output, OUT_UNIT: tl.const
     Terms are linear in the center and in the largest norm, which are known last.
     """
     least_sink = sink * (1.0 - 2.0**-20)
-    total = nothing_less(at(sums, TOTAL) + least_sink)
-    least = nothing_less(at(sums, LEAST) + least_sink)
-    by_values = value(total, at(left, VALUE_SUM))
-    added = accumulation(total, (at(left, OWN_VALUES) + at(left_most, MOST_VALUE) * at(left, ALL_VALUES)) * OUTWARD)
+    total = safe_divisor(column(sums, TOTAL) + least_sink)
+    least = safe_divisor(column(sums, LEAST) + least_sink)
+    by_values = value(total, column(left, VALUE_SUM))
+    added = accumulation(total, (column(left, OWN_VALUES) + column(left_most, MOST_VALUE) * column(left, ALL_VALUES)) * OUTWARD)
     size = tl.sqrt(tl.sum(output * output, 0)) * (1.0 + 2.0**-40)
-    vmax = at(most, VMAX)
+    vmax = column(most, VMAX)
     center = center_norm(size, by_values + added, vmax)
-    shift = at(sums, SHIFT)
-    by_keys = key(center, at(most, DELTA), (at(sums, KEY) + center * shift) * OUTWARD, least, shift, total, vmax)
+    shift = column(sums, SHIFT)
+    by_keys = key(center, column(most, DELTA), (column(sums, KEY) + center * shift) * OUTWARD, least, shift, total, vmax)
     return by_keys, by_values, added + output_rounding(size, OUT_TINY, OUT_UNIT)
 
 
@@ -165,13 +165,13 @@ def found_of(
 ):
     """Load what a row's programs left, and return its result and the certificate of that."""
     # Everything's first part is on its way before any of it is used.
-    first_sums = some_of(SUMS, r, 0, chunks, WIDTH, 16)
-    first_left = some_of(LEFT, r, 0, programs, LEFT_WIDTH, 8)
+    first_sums = load_partials(SUMS, r, 0, chunks, WIDTH, 16)
+    first_left = load_partials(LEFT, r, 0, programs, LEFT_WIDTH, 8)
     first_parts = some_parts(PARTS, r, rows, 0, parts, DV, SPAN)
-    sink = tl.exp(tl.load(SINKS + r).to(tl.float64) - weighed_from(TOP + r).to(tl.float64))
-    sums, most = together(first_sums, SUMS, r, chunks, WIDTH, 16)
-    left, left_most = together(first_left, LEFT, r, programs, LEFT_WIDTH, 8)
-    output = result_of(first_parts, PARTS, r, rows, parts, at(sums, MASS) + sink, DV, SPAN)
+    sink = tl.exp(tl.load(SINKS + r).to(tl.float64) - row_max_or_zero(TOP + r).to(tl.float64))
+    sums, most = sum_and_max(first_sums, SUMS, r, chunks, WIDTH, 16)
+    left, left_most = sum_and_max(first_left, LEFT, r, programs, LEFT_WIDTH, 8)
+    output = result_of(first_parts, PARTS, r, rows, parts, column(sums, MASS) + sink, DV, SPAN)
     by_keys, by_values, arithmetic = certificate_of(sums, most, left, left_most, sink, output, OUT_UNIT, OUT_TINY)
     return sums, most, left, output, by_keys, by_values, arithmetic
 
@@ -199,16 +199,16 @@ def first_of(SUMS, r, chunks, most, MASS: tl.constexpr, FIRST: tl.constexpr):
 @triton.jit
 def ranks_fail(SUMS, OWN, r, most, blocks, chunks, AGREE: tl.constexpr):
     """``certified.checks.rank_fails`` for one leading block, as bits."""
-    by_exact = at(most, BY_EXACT)
+    by_exact = column(most, BY_EXACT)
     first_by_exact = first_of(SUMS, r, chunks, by_exact, BY_EXACT, FIRST_BY_EXACT)
     standing = first_by_exact < blocks
     own = tl.load(OWN + r.to(tl.int64) * blocks + tl.where(standing, first_by_exact, 0.0).to(tl.int64), mask=standing, other=0.0)
     own = own.to(tl.float64)
-    highest = at(most, UPPER)
+    highest = column(most, UPPER)
     entering = (highest <= by_exact - own) == 0
     found = tl.where(entering, BOUNDARY, 0)
     if AGREE:
-        same = first_of(SUMS, r, chunks, at(most, BY_CODES), BY_CODES, FIRST_BY_CODES) == first_by_exact
+        same = first_of(SUMS, r, chunks, column(most, BY_CODES), BY_CODES, FIRST_BY_CODES) == first_by_exact
         found = found | tl.where(same, 0, RANK)
     # Without a block of codes in the tail nothing rests on the order.
     return tl.where(highest == float("-inf"), 0, found)
@@ -257,18 +257,18 @@ def certify(
     tl.store(figures + RETURNED, tl.where(falls, 0.0, up32(by_keys)))
     tl.store(figures + RETURNED + 1, tl.where(falls, 0.0, up32(by_values)))
     tl.store(figures + RETURNED + 2, up32(arithmetic))
-    tl.store(figures + DELTA_FIGURE, up32(at(most, DELTA_CODES)))
+    tl.store(figures + DELTA_FIGURE, up32(column(most, DELTA_CODES)))
     tl.store(figures + TAIL_FIGURE, up32(tl.load(STATS + r * 3 + 1)))
 
     explored = tl.load(STATS + r * 3 + 2)
-    values = at(left, VALUES)
+    values = column(left, VALUES)
     widened = tl.load(STATS + r * 3) != 0
     rung = tl.where(widened, WIDENED, PLAIN)
     rung = tl.where(values > 0, BY_VALUES, rung)
     rung = tl.where(falls, tl.where(damaged != 0, LAYER, HEAD), rung)
     counts = COUNTED_OUT + r * COUNTS
-    tl.store(counts + BLOCK_COUNT, at(sums, BLOCKS).to(tl.int32))
-    tl.store(counts + KEY_COUNT, (at(sums, KEYS) - explored).to(tl.int32))
+    tl.store(counts + BLOCK_COUNT, column(sums, BLOCKS).to(tl.int32))
+    tl.store(counts + KEY_COUNT, (column(sums, KEYS) - explored).to(tl.int32))
     tl.store(counts + VALUE_COUNT, values.to(tl.int32))
     tl.store(counts + EXPLORED_COUNT, explored.to(tl.int32))
     tl.store(counts + WIDENED_COUNT, widened.to(tl.int32))
@@ -293,7 +293,7 @@ def finalize(
         flag = tl.arange(0, ROWS2)
         pending = fallen(FALLS + pair * ROWS, 0, ROWS, flag)
         for _turn in range(tl.sum(pending, 0)):
-            which, pending = next_of(pending, flag, ROWS2)
+            which, pending = pop_pending(pending, flag, ROWS2)
             r = pair * ROWS + which
             _sums, _most, _left, output, by_keys, _by_values, arithmetic = found_of(
                 SUMS, LEFT, PARTS, SINKS, TOP, r, tl.num_programs(0) * ROWS, chunks, chunks, parts, OUT_UNIT, OUT_TINY, DV, SPAN,

@@ -23,7 +23,7 @@ import math
 import triton
 import triton.language as tl
 
-from kvcompile.extensions.certified.kernels.certified import BLOCK, above, doubtful, exp_of, next_of, sight
+from kvcompile.extensions.certified.kernels.certified import BLOCK, above, doubtful, exp_of, pop_pending, sight
 from kvcompile.extensions.certified.kernels.stage_blocks import rows_of_slot
 
 TURN_VALUES = 32 * 128
@@ -317,7 +317,7 @@ def weighted_originals(
         count = tl.sum(pending, 0)
         turns += count
         for _turn in range(count):
-            which, pending = next_of(pending, ahead, AHEAD)
+            which, pending = pop_pending(pending, ahead, AHEAD)
             n = ((first + which) // NEAR * programs + program) * NEAR + (first + which) % NEAR
             t = n * BLOCK + j
             seen = (t >= start) & (t <= last) & (t < base)
@@ -358,7 +358,7 @@ def weighted_originals(
             # Mostly there are two, which made the notes: the first and the last one in a turn.
             for _doubt in range((tl.sum(doubts, 0) + 1) // 2):
                 last_one = tl.max(tl.where(doubts != 0, token, 0), 0)
-                first_one, doubts = next_of(doubts, token, BLOCK)
+                first_one, doubts = pop_pending(doubts, token, BLOCK)
                 doubts = tl.where(token == last_one, 0, doubts)
                 one = tl.where(tl.arange(0, 2) == 0, first_one, last_one)[:, None, None]
                 low64 = tl.load(originals + one * apart_t + c).to(tl.float64)
