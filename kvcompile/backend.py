@@ -13,10 +13,10 @@ from torch import fx
 
 from kvcompile.compilation import Compilation, Memory
 from kvcompile.errors import EntryUnmatched
-from kvcompile.lowering.attention_plugins import rooms
+from kvcompile.lowering.attention_plugins import plugins
 from kvcompile.lowering.certificate.summary import HeadCertificate, HeadTelemetry, Telemetry, certificates_of, of_heads, ordered
 from kvcompile.lowering.certificate.telemetry import added_up
-from kvcompile.lowering.persistent_keys import Remembered
+from kvcompile.lowering.persistent_keys import PersistentKeys
 from kvcompile.passes.capture.module_names import module_names
 from kvcompile.passes.graph.dynamo import TensorifyScalarRestartAnalysis
 from kvcompile.passes.plan.certify import certifying
@@ -28,7 +28,7 @@ from kvcompile.runtime.store.growth import Growth
 from kvcompile.runtime.store.live_caches import LiveCaches
 from kvcompile.schemes import Certify, StoredTokens
 from kvcompile.settings import Gluon, Inner, Settings, Validate
-from kvcompile.validation.verdict_cache import Known
+from kvcompile.validation.verdict_cache import VerdictCache
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class Backend:
 
     def __init__(self, policy: Policy, settings: Settings) -> None:
         # A rewritten graph calls its schemes' operations by name: they are defined before there can be one.
-        rooms(scheme for _, pair in policy.pairs for scheme in (pair.k, pair.v))
+        plugins(scheme for _, pair in policy.pairs for scheme in (pair.k, pair.v))
         self.policy, self.settings = policy, settings
         self.graphs: list[GraphReport] = []
         self.records = records()
@@ -47,7 +47,7 @@ class Backend:
         self.modules: set[str] | None = set()
         self.checked = False
         # What Inductor would compile anew is validated anew as well; the other ways to run a graph keep nothing on disk.
-        verdicts = Known(Remembered("validated") if settings.inner is Inner.INDUCTOR else None)
+        verdicts = VerdictCache(PersistentKeys("validated") if settings.inner is Inner.INDUCTOR else None)
         self.memory = Memory(LiveCaches(added_up), Growth(least=settings.reserve), Newest(), Newest(), verdicts)
         self.__name__ = "kvcompile"
 

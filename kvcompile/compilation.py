@@ -216,7 +216,7 @@ class Compilation:
             for site in group if site.index not in refused
         )
         self.report.validated = sum(len(group) for group, verdict in found if verdict.outcome is Outcome.EQUAL)
-        if any(verdict.blind for _, verdict in found):
+        if any(verdict.differs_on_padding for _, verdict in found):
             self.report.notes = (BLIND,)
         if not refused:
             return planned

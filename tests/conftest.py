@@ -117,7 +117,7 @@ def fresh_dynamo() -> Iterator[None]:
 def validated_anew() -> Iterator[None]:
     """Verdicts of other processes do not count: a test may have broken what they were reached with."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("kvcompile.lowering.persistent_keys.Remembered.__contains__", lambda self, key: False)
+        patched.setattr("kvcompile.lowering.persistent_keys.PersistentKeys.__contains__", lambda self, key: False)
         yield
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from kvcompile import schemes
-from kvcompile.lowering.attention_plugins import rooms
+from kvcompile.lowering.attention_plugins import plugins
 from kvcompile.lowering.certificate.report_op import report_site
 from kvcompile.lowering.gluon.eligibility import OneToken, one_token
 from kvcompile.lowering.gluon.plan import FEW, NoFragments, key_plan, measured, value_plan
@@ -221,15 +221,15 @@ def facts_of(node: fx.Node, device: str, slots: Mapping[str, SlotSpec]) -> Atten
 def kernel_lines(graph: fx.Graph, device: str, slots: Mapping[str, SlotSpec], sites: int, compiled: bool = True) -> str:
     """Which operations the ``sites`` of a rewritten graph became and what runs them, counted; not ``compiled``: by eager bodies."""
     found: Counter[str] = Counter()
-    attends, own = 0, {room.operation: room for room in rooms()}
+    attends, own = 0, {plugin.operation: plugin for plugin in plugins()}
     for node in graph.nodes:
         if node.target is ops.attend:
             attends += BESIDE not in node.meta
             kernel, why = choose(facts_of(node, device, slots)) if compiled else (EAGER, None)
             found[f"attend ({kernel.name}{f': {why}' if why else ''})"] += 1
-        elif (room := own.get(node.target)) is not None:
+        elif (plugin := own.get(node.target)) is not None:
             attends += 1
-            found[f"{node.target.__name__.partition('.')[0]} ({room.runs(device, compiled)})"] += 1
+            found[f"{node.target.__name__.partition('.')[0]} ({plugin.runs(device, compiled)})"] += 1
         elif node.target is report_site:
             found[f"report_site ({'tensor code' if device == 'cuda' and compiled else 'eager body'})"] += 1
     appends = sum(node.target in {ops.append, ops.append_window} for node in graph.nodes)

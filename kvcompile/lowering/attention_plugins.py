@@ -1,7 +1,8 @@
-"""Rooms: the packages of kernels that schemes bring for an attention of their own, which is not ``attend``.
+"""Attention plugins: the kernels that schemes bring for an attention of their own, which is not ``attend``.
 
-A scheme names its room's module in ``Scheme.kernels``, and that module defines the scheme's operation and a constant ``ROOM``. Inductor's
-lowerings, the appends on CUDA, ``explain`` and ``dump`` ask the rooms of schemes that are in use, so that no other module knows a scheme.
+A scheme names its plugin's module in ``Scheme.kernels``, and that module defines the scheme's operation and a constant ``PLUGIN``.
+Inductor's lowerings, the appends on CUDA, ``explain`` and ``dump`` ask the plugins of schemes that are in use, so that no other module
+knows a scheme.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from kvcompile.schemes import Scheme
 class AppendKernel:
     """A kernel of one scheme's own for one slot or two of an append.
 
-    Of a room: for ``append_window`` of one token; slots are ``append.window_token.Slot``. Of ``Scheme.append_kernel``: for ``append`` with
-    a constant plane; a slot is the operands of ``append_own_kernel``.
+    Of a plugin: for ``append_window`` of one token; slots are ``append.window_token.Slot``. Of ``Scheme.append_kernel``: for ``append``
+    with a constant plane; a slot is the operands of ``append_own_kernel``.
     """
 
     fits: Callable[[Any], bool]
@@ -34,7 +35,7 @@ class AppendKernel:
 
 
 @dataclass(frozen=True)
-class Room:
+class AttentionPlugin:
     """The operation of a scheme's attention with what compiles and describes it."""
 
     operation: OpOverload
@@ -45,28 +46,28 @@ class Room:
     append: AppendKernel | None = None
 
 
-_DEFINED: dict[str, Room] = {}
-"""The rooms whose operations are defined, by their modules."""
+_DEFINED: dict[str, AttentionPlugin] = {}
+"""The plugins whose operations are defined, by their modules."""
 
 
-def _room_at(module: str) -> Room:
+def _plugin_at(module: str) -> AttentionPlugin:
     if module not in _DEFINED:
-        _DEFINED[module] = importlib.import_module(module).ROOM
+        _DEFINED[module] = importlib.import_module(module).PLUGIN
     return _DEFINED[module]
 
 
-def room_of(scheme: str) -> Room | None:
-    """The room of a scheme by its text, None where its attention is ``attend``; the first call defines the room's operation."""
+def plugin_of(scheme: str) -> AttentionPlugin | None:
+    """The plugin of a scheme by its text, None where its attention is ``attend``; the first call defines the plugin's operation."""
     module = schemes.parse(scheme).kernels
-    return None if module is None else _room_at(module)
+    return None if module is None else _plugin_at(module)
 
 
-def rooms(wanted: Iterable[Scheme] = ()) -> tuple[Room, ...]:
-    """The rooms of ``wanted`` schemes and of all that were asked for so far; the call defines the operations of those that are new."""
+def plugins(wanted: Iterable[Scheme] = ()) -> tuple[AttentionPlugin, ...]:
+    """The plugins of ``wanted`` schemes and of all that were asked for so far; the call defines the operations of those that are new."""
     known: list[Scheme | type[Scheme]] = [*wanted, *schemes.loaded()]
     for scheme in known:
         if scheme.kernels is not None:
-            _room_at(scheme.kernels)
+            _plugin_at(scheme.kernels)
     return tuple(_DEFINED.values())
 
 
@@ -82,7 +83,7 @@ def append_of(scheme: str) -> AppendKernel | None:
 
 
 def own_append(slots: Sequence[Any]) -> AppendKernel | None:
-    """The append kernel of the one room that all slots have, None where they have none or several."""
-    found = {room_of(slot.scheme) for slot in slots}
-    (room,) = found if len(found) == 1 else (None,)
-    return None if room is None else room.append
+    """The append kernel of the one plugin that all slots have, None where they have none or several."""
+    found = {plugin_of(slot.scheme) for slot in slots}
+    (plugin,) = found if len(found) == 1 else (None,)
+    return None if plugin is None else plugin.append

@@ -38,7 +38,7 @@ from kvcompile.lowering.host.torch_api import (
     lookup_backend,
     tracing,
 )
-from kvcompile.lowering.layer_regions import fold
+from kvcompile.lowering.layer_regions import fold_into_regions
 from kvcompile.lowering.ops import operations as ops
 from kvcompile.settings import Inner, Settings
 
@@ -244,7 +244,7 @@ def _built(
             setattr(inlined, name, getattr(module, name))
     # Regions hide what they call.
     functions = own_functions(inlined.graph)
-    folded = settings.fold and fold(inlined, fakes, WRITERS)
+    folded = settings.fold and fold_into_regions(inlined, fakes, WRITERS)
     try:
         with _context(fake_mode):
             if settings.inner is Inner.AOT_EAGER:

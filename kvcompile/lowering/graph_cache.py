@@ -1,4 +1,4 @@
-"""Reuse: a graph that was compiled once is not compiled again because a cache changed its face.
+"""Graph cache: a graph that was compiled once is not compiled again because a cache changed its face.
 
 When a dense cache is adopted, Dynamo captures the next call anew (its class and strides changed), and
 what comes is the very same graph. ``call_key`` knows it as Dynamo gives it, before any of our passes

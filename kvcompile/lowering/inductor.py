@@ -12,7 +12,7 @@ from typing import Any
 
 from kvcompile.lowering.append import operations as append_ops
 from kvcompile.lowering.attend_kernels import AttendFacts, kernels_for
-from kvcompile.lowering.attention_plugins import Room, rooms
+from kvcompile.lowering.attention_plugins import AttentionPlugin, plugins
 from kvcompile.lowering.gluon.eligibility import one_token
 from kvcompile.lowering.host.buffers import equals, static
 from kvcompile.lowering.host.inductor_api import register_lowering
@@ -74,15 +74,15 @@ def _lower_append_window(*operands: Any) -> Any:
 
 
 def install() -> None:
-    """Make Inductor lower our operations with templates and kernels of ours; calling it again adds rooms that are new."""
+    """Make Inductor lower our operations with templates and kernels of ours; calling it again adds plugins that are new."""
     _install_shared()
-    for room in rooms():
-        _install_room(room)
+    for plugin in plugins():
+        _install_plugin(plugin)
 
 
 @functools.cache
-def _install_room(room: Room) -> None:
-    register_lowering(room.operation, type_promotion_kind=None)(room.lower)
+def _install_plugin(plugin: AttentionPlugin) -> None:
+    register_lowering(plugin.operation, type_promotion_kind=None)(plugin.lower)
 
 
 @functools.cache

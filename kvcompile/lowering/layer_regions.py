@@ -1,4 +1,4 @@
-"""Fold: equal layers of a graph become calls of one region, which AOTAutograd and Inductor then compile once.
+"""Layer regions: equal layers of a graph become calls of one region, which AOTAutograd and Inductor then compile once.
 
 before:  ... norm, linear, append, attend, linear, ... norm, linear, append, attend, linear, ...
 after:   ... invoke_subgraph(layer, x, weights, planes) -> invoke_subgraph(layer, x, weights, planes) -> ...
@@ -35,7 +35,7 @@ MOST = 8
 
 
 @dataclass(frozen=True)
-class Stretch:
+class RepeatedLayers:
     """``count`` runs of ``length`` nodes each, each ``stride`` nodes behind the one before, the first at ``start``."""
 
     start: int
@@ -57,7 +57,7 @@ class Layer:
     operands: tuple[fx.Node, ...]
 
 
-def fold(module: fx.GraphModule, fakes: Sequence[Any], writers: Container[Any] = ()) -> int:
+def fold_into_regions(module: fx.GraphModule, fakes: Sequence[Any], writers: Container[Any] = ()) -> int:
     """Fold the longest stretch of equal layers of a graph in place; return how many layers it has, 0 where none are equal.
 
     ``fakes``: the fake arguments of the graph. ``writers``: functions of ours that become operations which write when they are traced.
@@ -70,13 +70,13 @@ def fold(module: fx.GraphModule, fakes: Sequence[Any], writers: Container[Any] =
             _compute(node)
     kinds = [_kind(node) for node in nodes]
     found = []
-    for stretch in sorted(_stretches(nodes, kinds), key=lambda known: (-known.saved, known.start))[: 4 * MOST]:
-        starts = [(_left(nodes, moved), moved.start) for moved in _moved(kinds, stretch)]
+    for repeated in sorted(_repetitions(nodes, kinds), key=lambda known: (-known.saved, known.start))[: 4 * MOST]:
+        starts = [(_left(nodes, moved), moved.start) for moved in _moved(kinds, repeated)]
         fewest = [start for left, start in starts if left == min(starts)[0]]
         # The first run may take something else than the others.
-        found += [(-stretch.saved, min(starts)[0], start, stretch) for start in {*fewest[:1], *fewest[-1:]}]
-    for _, _, start, stretch in sorted(found, key=lambda known: known[:3])[:MOST]:
-        moved = _between_writers(nodes, replace(stretch, start=start), writers)
+        found += [(-repeated.saved, min(starts)[0], start, repeated) for start in {*fewest[:1], *fewest[-1:]}]
+    for _, _, start, repeated in sorted(found, key=lambda known: known[:3])[:MOST]:
+        moved = _between_writers(nodes, replace(repeated, start=start), writers)
         outputs = _outputs(nodes, moved)
         if moved.count >= LEAST and outputs and (layers := _layers(nodes, moved)) and _apart(nodes, moved, layers, outputs):
             _replace(module, nodes, moved, layers, outputs)
@@ -114,7 +114,7 @@ def _ours(node: fx.Node) -> bool:
     )
 
 
-def _stretches(nodes: Sequence[fx.Node], kinds: Sequence[str]) -> Iterator[Stretch]:
+def _repetitions(nodes: Sequence[fx.Node], kinds: Sequence[str]) -> Iterator[RepeatedLayers]:
     """Give the stretches that could repeat: an operation of ours that comes again at equal distances, with what is alike around it."""
     places: dict[str, list[int]] = defaultdict(list)
     for at, node in enumerate(nodes):
@@ -126,7 +126,7 @@ def _stretches(nodes: Sequence[fx.Node], kinds: Sequence[str]) -> Iterator[Stret
             for first in range(step):
                 found.update(_runs(where[first::step]))
     for first, length, count in found:
-        yield Stretch(first, length, count, length)
+        yield RepeatedLayers(first, length, count, length)
 
 
 def _runs(where: Sequence[int]) -> Iterator[tuple[int, int, int]]:
@@ -142,35 +142,35 @@ def _runs(where: Sequence[int]) -> Iterator[tuple[int, int, int]]:
             begin = at
 
 
-def _moved(kinds: Sequence[str], stretch: Stretch) -> Iterator[Stretch]:
-    """Give the stretches of the same runs that begin at or before ``stretch``, as far as their nodes do the same."""
+def _moved(kinds: Sequence[str], repeated: RepeatedLayers) -> Iterator[RepeatedLayers]:
+    """Give the stretches of the same runs that begin at or before ``repeated``, as far as their nodes do the same."""
     def alike(offset: int) -> bool:
-        at = [stretch.start + number * stretch.length + offset for number in range(stretch.count)]
+        at = [repeated.start + number * repeated.length + offset for number in range(repeated.count)]
         return at[0] >= 0 and at[-1] < len(kinds) and all(kinds[place] == kinds[at[0]] for place in at)
 
     behind = 0
-    while behind < stretch.length and alike(behind):
+    while behind < repeated.length and alike(behind):
         behind += 1
-    for before in range(stretch.length):
+    for before in range(repeated.length):
         if before and not alike(-before):
             return
-        if behind + before >= stretch.length:
-            yield replace(stretch, start=stretch.start - before)
+        if behind + before >= repeated.length:
+            yield replace(repeated, start=repeated.start - before)
 
 
-def _between_writers(nodes: Sequence[fx.Node], stretch: Stretch, writers: Container[Any]) -> Stretch:
+def _between_writers(nodes: Sequence[fx.Node], repeated: RepeatedLayers, writers: Container[Any]) -> RepeatedLayers:
     """Return the longest part of a run, or of two that follow each other, in which no operation of ours writes."""
     def writes(node: fx.Node) -> bool:
         return node.target._schema.is_mutable and _ours(node) if isinstance(node.target, OpOverload) else node.target in writers
 
-    places = [at for at, node in enumerate(_members(nodes, stretch, 0)) if writes(node)]
+    places = [at for at, node in enumerate(_members(nodes, repeated, 0)) if writes(node)]
     if not places:
-        return stretch
+        return repeated
     # From one writer to the next; the last gap reaches into the following run, which the last run does not have.
-    gaps = [(behind - at - 1, at + 1) for at, behind in itertools.pairwise([*places, places[0] + stretch.stride])]
+    gaps = [(behind - at - 1, at + 1) for at, behind in itertools.pairwise([*places, places[0] + repeated.stride])]
     length, start = max(gaps)
-    count = stretch.count - (start > places[-1])
-    found = Stretch(stretch.start + start, length, count, stretch.stride)
+    count = repeated.count - (start > places[-1])
+    found = RepeatedLayers(repeated.start + start, length, count, repeated.stride)
     # What is only made ready for the writer, a view of what the region was given, stays with it.
     members = _members(nodes, found, 0)
     while length and _is_view_or_unknown(members[length - 1]):
@@ -178,23 +178,23 @@ def _between_writers(nodes: Sequence[fx.Node], stretch: Stretch, writers: Contai
     return replace(found, length=length)
 
 
-def _members(nodes: Sequence[fx.Node], stretch: Stretch, number: int) -> Sequence[fx.Node]:
-    begin = stretch.start + number * stretch.stride
-    return nodes[begin : begin + stretch.length]
+def _members(nodes: Sequence[fx.Node], repeated: RepeatedLayers, number: int) -> Sequence[fx.Node]:
+    begin = repeated.start + number * repeated.stride
+    return nodes[begin : begin + repeated.length]
 
 
-def _left(nodes: Sequence[fx.Node], stretch: Stretch) -> int:
+def _left(nodes: Sequence[fx.Node], repeated: RepeatedLayers) -> int:
     """How many results of the second run are used outside of it."""
-    members = _members(nodes, stretch, 1)
+    members = _members(nodes, repeated, 1)
     inside = set(members)
     return sum(any(user not in inside for user in node.users) for node in members)
 
 
-def _outputs(nodes: Sequence[fx.Node], stretch: Stretch) -> list[int]:
+def _outputs(nodes: Sequence[fx.Node], repeated: RepeatedLayers) -> list[int]:
     """The places in a run whose results are used outside of it, in any run, and are none of its operands."""
     found = set()
-    for number in range(stretch.count):
-        members = _members(nodes, stretch, number)
+    for number in range(repeated.count):
+        members = _members(nodes, repeated, number)
         inside, same = set(members), _operands_given_back(members)
         found |= {at for at, node in enumerate(members) if node not in same and any(user not in inside for user in node.users)}
     return sorted(found)
@@ -215,11 +215,11 @@ def _whole(node: fx.Node) -> Any:
     return _memory(node), str(value.storage_offset()), _described(value)
 
 
-def _layers(nodes: Sequence[fx.Node], stretch: Stretch) -> list[Layer]:
+def _layers(nodes: Sequence[fx.Node], repeated: RepeatedLayers) -> list[Layer]:
     """Return the runs, where they do the same with operands of the same kind; none where they do not."""
     layers: list[Layer] = []
-    for number in range(stretch.count):
-        layer = _spelled(_members(nodes, stretch, number))
+    for number in range(repeated.count):
+        layer = _spelled(_members(nodes, repeated, number))
         if layers and (layer.text != layers[0].text or not _same_operands(layer, layers[0])):
             return []
         layers.append(layer)
@@ -255,7 +255,7 @@ def _same_operands(one: Layer, other: Layer) -> bool:
         values = [node.meta.get("val") for node in (a, b)]
         # A length that only this layer has: what depends on it has no known shape, or the layers' texts would differ.
         lengths = all(isinstance(value, torch.SymInt) and not value.node.expr.is_number for value in values)
-        if a is not b and not lengths and (not (told := _described(values[0])) or told != _described(values[1])):
+        if a is not b and not lengths and (not (texts := _described(values[0])) or texts != _described(values[1])):
             return False
     return True
 
@@ -274,10 +274,10 @@ def _is_view_or_unknown(node: fx.Node) -> bool:
     return not isinstance(node.meta.get("val"), torch.Tensor) or _memory(node) in {_memory(given) for given in node.all_input_nodes}
 
 
-def _apart(nodes: Sequence[fx.Node], stretch: Stretch, layers: Sequence[Layer], outputs: Sequence[int]) -> bool:
+def _apart(nodes: Sequence[fx.Node], repeated: RepeatedLayers, layers: Sequence[Layer], outputs: Sequence[int]) -> bool:
     """Whether no run is given memory twice that it writes, nor a part of a tensor from its middle, nor returns memory that it was given."""
     for number, layer in enumerate(layers):
-        members = _members(nodes, stretch, number)
+        members = _members(nodes, repeated, number)
         given: dict[Any, list[fx.Node]] = defaultdict(list)
         for operand in layer.operands:
             value = operand.meta.get("val")
@@ -312,17 +312,17 @@ def _written(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _replace(
-    module: fx.GraphModule, nodes: Sequence[fx.Node], stretch: Stretch, layers: Sequence[Layer], outputs: Sequence[int]
+    module: fx.GraphModule, nodes: Sequence[fx.Node], repeated: RepeatedLayers, layers: Sequence[Layer], outputs: Sequence[int]
 ) -> None:
     """Put a call of one region in place of each run."""
     graph = module.graph
     # Torch keeps what it traced by this name: equal names are equal regions.
-    told = [*layers[0].text, *(_described(operand.meta.get("val")) for operand in layers[0].operands), str(outputs)]
-    name = f"kvcompile_layer_{hashlib.sha256(chr(10).join(told).encode()).hexdigest()[:16]}"
-    setattr(module, name, _region(module, _members(nodes, stretch, 0), layers[0], outputs))
+    texts = [*layers[0].text, *(_described(operand.meta.get("val")) for operand in layers[0].operands), str(outputs)]
+    name = f"kvcompile_layer_{hashlib.sha256(chr(10).join(texts).encode()).hexdigest()[:16]}"
+    setattr(module, name, _region(module, _members(nodes, repeated, 0), layers[0], outputs))
     moved: dict[fx.Node, fx.Node] = {}
     for number, layer in enumerate(layers):
-        members = _members(nodes, stretch, number)
+        members = _members(nodes, repeated, number)
         with graph.inserting_before(members[-1].next):
             region = graph.get_attr(name)
             given = [moved.get(operand, operand) for operand in layer.operands]

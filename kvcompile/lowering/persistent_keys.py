@@ -1,4 +1,4 @@
-"""Remembered: what was found to hold once, in files beside Inductor's cache, so that no new process has to find it out again.
+"""Persistent keys: what was found to hold once, in files beside Inductor's cache, so that no new process has to find it out again.
 
 A key counts for the sources of this package and the version of torch that it was found with. Nothing is kept where Inductor keeps
 nothing (``force_disable_caches``, or ``fx_graph_cache`` off).
@@ -17,7 +17,7 @@ from kvcompile.lowering.host.inductor_entry import cache_dir, config
 SOURCES = (*SALTED, "runtime", "validation")
 
 
-class Remembered:
+class PersistentKeys:
     """A set of keys that outlasts the process; ``kind`` names what they are keys of."""
 
     def __init__(self, kind: str) -> None:

@@ -1,8 +1,9 @@
 """Validation: every rewrite is checked as a translation when it is compiled.
 
 Sites that share caches are cut out of the captured graph with what lies between their queries, new tokens, caches, positions, masks and
-their outputs (``cut``), brought to the CPU in float64 (``plain``), and run beside their rewritten twin over random tokens (``trial``).
-What is not equal is refused, and so is what could not be tried, unless the caller asks otherwise. Equal sites are tried once.
+their outputs (``subgraph``), brought to the CPU in float64 (``cpu_program``), and run beside their rewritten twin over random tokens
+(``equivalence``). What is not equal is refused, and so is what could not be tried, unless the caller asks otherwise. Equal sites are
+tried once.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from kvcompile.passes.match.sites import LimitKind, MaskKind, MaskTerm
 from kvcompile.types import NUMBERS
 from kvcompile.validation.inverse import solve
 from kvcompile.validation.sizes import Values, hints, past, read
-from kvcompile.validation.subgraph import Cut, NotApart
+from kvcompile.validation.subgraph import NotApart, Subgraph
 
 COMBINATIONS = 400
 """Readings of a program's arguments that are tried."""
@@ -80,10 +80,10 @@ class Moment:
 class Arguments:
     """Makes arguments for the calls of one program; ``examples`` are the captured graph's arguments, where they are known."""
 
-    part: Cut
+    part: Subgraph
     examples: Sequence[Any]
     random: torch.Generator
-    settled: dict[int, int] = field(default_factory=dict)
+    first_reading: dict[int, int] = field(default_factory=dict)
     """Which reading of an argument was right in the first call."""
 
     def __post_init__(self) -> None:
@@ -101,8 +101,8 @@ class Arguments:
         limits = [limit.node for site in sites for limit in (site.bounds.hi, site.bounds.lo) if limit and limit.node is not None]
         flow = dataflow(captured, effects)
         masks = {term.node for site in sites for term in (*site.attention.masks, *site.bounds.carried)} | {term.node for term in self.terms}
-        told = {node for node in (*self.indices, *limits, *masks) if node in flow}
-        self.behind = told.union(*(nx.ancestors(flow, node) for node in told)) if told else set()
+        reading = {node for node in (*self.indices, *limits, *masks) if node in flow}
+        self.behind = reading.union(*(nx.ancestors(flow, node) for node in reading)) if reading else set()
         placed = [node for node in (*self.indices, *limits) if node in flow]
         self.places = set(placed).union(*(nx.ancestors(flow, node) for node in placed)) if placed else set()
         self.places |= {entry.node for entry in captured.inputs if self.counts_on(entry)}
@@ -185,17 +185,17 @@ class Arguments:
             else:
                 made.append(self.plain(fake, entry.index, moment))
         order = list(choices)
-        settled = [
-            [choices[index][self.settled[index]]]
-            if self.settled.get(index, 99) < len(choices[index]) and not (moment.blind and choices[index][0].is_floating_point())
+        first_reading = [
+            [choices[index][self.first_reading[index]]]
+            if self.first_reading.get(index, 99) < len(choices[index]) and not (moment.blind and choices[index][0].is_floating_point())
             else choices[index]
             for index in order
         ]
         every = [choices[index] for index in order]
-        if self.chosen(made, order, settled, moment) or (settled != every and self.chosen(made, order, every, moment)):
+        if self.chosen(made, order, first_reading, moment) or (first_reading != every and self.chosen(made, order, every, moment)):
             return self.hostile(made, order, moment) if moment.hostile else made
         for index, options in choices.items():
-            made[index] = options[self.settled.get(index, 0)] if self.settled.get(index, 0) < len(options) else options[0]
+            made[index] = options[self.first_reading.get(index, 0)] if self.first_reading.get(index, 0) < len(options) else options[0]
         if self.solved(made, order, moment):
             return self.hostile(made, order, moment) if moment.hostile else made
         raise NotApart("no values of its positions and masks were found with which it writes its tokens in order")
@@ -209,8 +209,8 @@ class Arguments:
                 made[index] = options[number]
             if self.possible(made, moment, strict):
                 for index, options, number in zip(order, ways, way, strict=True):
-                    if len(options) > 1 or index not in self.settled:
-                        self.settled[index] = number
+                    if len(options) > 1 or index not in self.first_reading:
+                        self.first_reading[index] = number
                 return True
         return False
 
@@ -350,7 +350,7 @@ class Arguments:
             # Of which a call takes the first ones: a counter with a number for every token.
             found.append((torch.arange(shape[-1], device="cpu") + start).expand(shape))
         if (example := self.example(index, shape)) is not None:
-            found.insert(0 if index not in self.settled and not found else len(found), example)
+            found.insert(0 if index not in self.first_reading and not found else len(found), example)
         found.append(torch.zeros(shape, device="cpu"))
         return [value.to(dtype).clone() for value in found]
 

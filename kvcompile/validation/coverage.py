@@ -11,7 +11,7 @@ from typing import Any
 
 from kvcompile.passes.graph.worlds import Values
 from kvcompile.validation.sizes import named, symbols
-from kvcompile.validation.subgraph import Cut
+from kvcompile.validation.subgraph import Subgraph
 
 REFUSED = 4
 """Other values of a symbol that the runtime must refuse before it counts as one that has a single value."""
@@ -20,7 +20,7 @@ REFUSED = 4
 class Coverage:
     """Counts the values that each symbol of a program took."""
 
-    def __init__(self, part: Cut) -> None:
+    def __init__(self, part: Subgraph) -> None:
         self.part = part
         self.refused: dict[Any, set[int]] = {symbol: set() for symbol in symbols(part)}
         single = part.guards.single(symbols(part))
@@ -43,5 +43,5 @@ class Coverage:
 
     def missing(self) -> str:
         """Which symbols took one value in all calls, as a sentence."""
-        told = [f"{named(self.part, symbol)} = {next(iter(self.seen[symbol]), 'none')}" for symbol in sorted(self.wanted(), key=str)]
-        return f"no call was found in which these sizes are others than in the first one compared: {', '.join(told)}"
+        missing = [f"{named(self.part, symbol)} = {next(iter(self.seen[symbol]), 'none')}" for symbol in sorted(self.wanted(), key=str)]
+        return f"no call was found in which these sizes are others than in the first one compared: {', '.join(missing)}"

@@ -1,4 +1,4 @@
-"""Plain: a cut program on the CPU, in float64 or float32, with fake values that say so.
+"""A cut program on the CPU, in float64 or float32, with fake values that say so.
 
 A rewrite is compared in a wide dtype where the model rounds to nothing coarser than its queries, caches and results have anyway: then
 every difference is one of meaning. A cast to something coarser (float8, an int, bfloat16 in a float32 model), or to what ends earlier
@@ -22,7 +22,7 @@ from kvcompile.passes.graph.dynamo import python_dispatcher
 from kvcompile.passes.graph.effects import analyse
 from kvcompile.passes.graph.shapes import is_tensor, op_name, value_of
 from kvcompile.types import NUMBERS
-from kvcompile.validation.subgraph import Cut, NotApart, Number, same
+from kvcompile.validation.subgraph import NotApart, Number, Subgraph, same
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ EMPTY = {
 """What makes a tensor of any values, and what makes it of those that a store has where nothing was written."""
 
 
-def _lifted(part: Cut) -> set[torch.dtype]:
+def _lifted(part: Subgraph) -> set[torch.dtype]:
     """The dtypes that become the wide one: no coarser than the coarsest of queries, new tokens, caches and results, and as far."""
     nodes = {node for site in part.sites for node in (site.attention.q, site.attention.output)}
     nodes |= {node for site in part.sites for slot in site.slots for node in (slot.root, slot.write.values)}
@@ -111,20 +111,20 @@ def _widen(graph: fx.Graph, node: fx.Node, value: torch.Tensor, dtype: torch.dty
     node.target, node.args, node.kwargs = torch.ops.aten.to.dtype, (made, dtype), {}
 
 
-def plain(part: Cut, dtype: torch.dtype, number: Number = same) -> Cut:
+def plain(part: Subgraph, dtype: torch.dtype, number: Number = same) -> Subgraph:
     """Return the program on the CPU in ``dtype``; ``number`` says what each int of the program becomes. Changes the nodes in place.
 
     Raises NotApart where the program does not run so.
     """
     lifted = _lifted(part)
 
-    def told(item: Any) -> Any:
+    def changed(item: Any) -> Any:
         if isinstance(item, torch.dtype):
             return dtype if item in lifted else item
         if isinstance(item, torch.device):
             return CPU
         if isinstance(item, (list, tuple)):
-            return type(item)(told(entry) for entry in item)
+            return type(item)(changed(entry) for entry in item)
         # A symbol that guards made a number is one.
         item = shapes.plain(item)
         return number(item) if type(item) is int else item
@@ -136,10 +136,10 @@ def plain(part: Cut, dtype: torch.dtype, number: Number = same) -> Cut:
             held = getattr(module, str(node.target))
             if isinstance(held, torch.Tensor):
                 # The graph may hold a constant more than once: the cut program gets one of its own.
-                setattr(module, str(node.target), _wide(_narrowed(held.detach(), number).to(CPU), told(held.dtype)))
+                setattr(module, str(node.target), _wide(_narrowed(held.detach(), number).to(CPU), changed(held.dtype)))
         elif node.op == "call_function":
-            node.args = tuple(told(item) for item in node.args)
-            node.kwargs = {name: told(item) for name, item in node.kwargs.items()}
+            node.args = tuple(changed(item) for item in node.args)
+            node.kwargs = {name: changed(item) for name, item in node.kwargs.items()}
             if node.target in EMPTY:
                 node.kwargs = {name: item for name, item in node.kwargs.items() if name != "memory_format"}
                 node.target = EMPTY[node.target]
@@ -147,8 +147,8 @@ def plain(part: Cut, dtype: torch.dtype, number: Number = same) -> Cut:
     # Some operators are symbolic only under the dispatcher that the graph was traced with.
     with unguarded(mode), python_dispatcher(), mode, torch.no_grad():
         fakes = tuple(
-            torch.empty([told(size) for size in fake.shape], dtype=told(fake.dtype), device=CPU) if isinstance(fake, torch.Tensor)
-            else told(fake) if isinstance(fake, torch.SymInt) else fake
+            torch.empty([changed(size) for size in fake.shape], dtype=changed(fake.dtype), device=CPU) if isinstance(fake, torch.Tensor)
+            else changed(fake) if isinstance(fake, torch.SymInt) else fake
             for fake in captured.fakes
         )
         try:

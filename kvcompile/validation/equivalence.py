@@ -1,4 +1,4 @@
-"""Trial: a cut program and its rewritten twin run side by side over random tokens, and what they give is compared.
+"""Equivalence: a cut program and its rewritten twin run side by side over random tokens, and what they give is compared.
 
 The twin stores tokens as they are (the scheme "dense"), in the very stores and by the very runtime that a user's call goes through:
 adoption of filled caches, the choice of a variant, growth. So whatever differs is the rewrite's.
@@ -33,7 +33,7 @@ from kvcompile.validation.arguments import Arguments, Moment
 from kvcompile.validation.coverage import Coverage
 from kvcompile.validation.sessions import Sessions, countings
 from kvcompile.validation.sizes import MOST, captured_values, elements, hints, read
-from kvcompile.validation.subgraph import Cut, NotApart
+from kvcompile.validation.subgraph import NotApart, Subgraph
 
 log = logging.getLogger(__name__)
 
@@ -56,18 +56,18 @@ class Outcome(enum.Enum):
 class Verdict:
     """The outcome, and where it is not EQUAL the reason as a sentence.
 
-    ``blind``: queries that see no token give something else, though everything else is equal.
+    ``differs_on_padding``: queries that see no token give something else, though everything else is equal.
     """
 
     outcome: Outcome
     reason: str = ""
-    blind: bool = False
+    differs_on_padding: bool = False
 
 
 class _Session:
     """One cache of a program and of its twin, from call to call."""
 
-    def __init__(self, part: Cut, bound: BoundGraph, arguments: Arguments) -> None:
+    def __init__(self, part: Subgraph, bound: BoundGraph, arguments: Arguments) -> None:
         self.part, self.bound, self.arguments = part, bound, arguments
         self.ours: dict[int, Any] = {}
         self.theirs: dict[int, Any] = {}
@@ -118,7 +118,7 @@ class _Session:
         except Exception as error:
             raise NotApart(f"it does not run by itself ({type(error).__name__}: {next(iter(str(error).splitlines()), '')})") from error
 
-    def blind(self, moment: Moment) -> bool:
+    def differs_on_padding(self, moment: Moment) -> bool:
         """Run one call with padding among its tokens; return whether results of padding differ and no other does. Raises NotApart."""
         args = self.arguments.make(moment, {**self.theirs})
         # Counters among the arguments are moved on by the program.
@@ -175,7 +175,7 @@ def compared(expected: Any, found: Any, more: float = 0.0) -> str:
 class _Twin:
     """A program rewritten with stores that keep tokens as they are: rewritten once, bound once a session."""
 
-    def __init__(self, part: Cut) -> None:
+    def __init__(self, part: Subgraph) -> None:
         self.part = part
         self.variants: dict[Variant, Rewritten] = {}
 
@@ -198,7 +198,7 @@ class _Twin:
         return _Session(part, bind(part.captured, self.planned, part.effects, first, self.variant, Growth(), LiveCaches()), arguments)
 
 
-def tried(part: Cut, examples: Sequence[Any]) -> Verdict:
+def tried(part: Subgraph, examples: Sequence[Any]) -> Verdict:
     """Run a plain program and its twin side by side; ``examples`` are the captured graph's arguments."""
     try:
         arguments = Arguments(part, examples, torch.Generator(device="cpu").manual_seed(SEED))
@@ -256,7 +256,7 @@ def _counting(twin: _Twin, ways: Sessions, values: Values, covered: Coverage) ->
     if (telling or (done and not unknown)) and covered.wanted():
         return Verdict(Outcome.UNKNOWN, covered.missing())
     if telling or (done and not unknown):
-        return Verdict(Outcome.EQUAL, blind=_blind(twin, arguments, sessions))
+        return Verdict(Outcome.EQUAL, differs_on_padding=_differs_on_padding(twin, arguments, sessions))
     return Verdict(Outcome.UNKNOWN, unknown or "no call of it could be made")
 
 
@@ -281,7 +281,7 @@ class _OfTheFirstStep(Arguments):
         return made
 
 
-def first_step(part: Cut, examples: Sequence[Any]) -> Verdict:
+def first_step(part: Subgraph, examples: Sequence[Any]) -> Verdict:
     """Run a plain program and its twin once, with the positions and masks that the graph was compiled with, over full caches."""
     moment = Moment(hints(part), 0)
     try:
@@ -299,7 +299,7 @@ def first_step(part: Cut, examples: Sequence[Any]) -> Verdict:
     return Verdict(Outcome.EQUAL)
 
 
-def _blind(twin: _Twin, arguments: Arguments, sessions: list[tuple[list[Moment], float]]) -> bool:
+def _differs_on_padding(twin: _Twin, arguments: Arguments, sessions: list[tuple[list[Moment], float]]) -> bool:
     """Whether queries of padding, which see no token, give something else."""
     if not sessions or not arguments.free:
         return False
@@ -309,6 +309,6 @@ def _blind(twin: _Twin, arguments: Arguments, sessions: list[tuple[list[Moment],
         with contextlib.suppress(NotApart, KvcompileError):
             session = twin.session(arguments)
             session.fill(moment, 0.0)
-            if session.blind(dataclasses.replace(moment, infinite=infinite)):
+            if session.differs_on_padding(dataclasses.replace(moment, infinite=infinite)):
                 return True
     return False

@@ -18,7 +18,7 @@ from kvcompile.passes.graph.worlds import Values
 from kvcompile.validation.arguments import Arguments, Moment
 from kvcompile.validation.coverage import Coverage
 from kvcompile.validation.sizes import allowed, hints, loose, others, past, pasts, read
-from kvcompile.validation.subgraph import Cut
+from kvcompile.validation.subgraph import Subgraph
 
 MIDDLE = 128
 """Places of a cache from which on calls start in its middle too, where a coarse dtype holds no position exactly."""
@@ -29,7 +29,7 @@ Tried = tuple[list[Moment], float]
 """Calls one after another, and what lies in places that nobody wrote yet."""
 
 
-def countings(part: Cut, arguments: Arguments) -> list[frozenset[Any]]:
+def countings(part: Subgraph, arguments: Arguments) -> list[frozenset[Any]]:
     """Return which of a program's ints count tokens, the likeliest reading first.
 
     Where the sizes of the capture say how many tokens came before its call, a counter says the same.
@@ -47,7 +47,7 @@ def countings(part: Cut, arguments: Arguments) -> list[frozenset[Any]]:
 class Sessions:
     """Make the calls with which a trial compares a program, given the symbols (``counters``) that count tokens."""
 
-    part: Cut
+    part: Subgraph
     arguments: Arguments
     counters: frozenset[Any]
 

@@ -20,7 +20,7 @@ from kvcompile.passes.graph.operators import COPIES
 from kvcompile.passes.graph.shapes import is_tensor, op_name, value_of
 from kvcompile.passes.graph.worlds import Values, moved, neighbors, value_in_capture
 from kvcompile.passes.match.sites import Slot
-from kvcompile.validation.subgraph import Cut, NotApart, Number
+from kvcompile.validation.subgraph import NotApart, Number, Subgraph
 
 SMALL = 48
 """A size up to this is taken as it was captured."""
@@ -42,7 +42,7 @@ LOOKED_AT = 600
 """Ways to move a symbol of which it is asked whether the guards admit them."""
 TRIED = (5, 7, 11, 2, 3, 16, 24, 1, 64)
 
-def symbols(part: Cut) -> list[Any]:
+def symbols(part: Subgraph) -> list[Any]:
     """All symbols of the program's arguments, in order of their names."""
     found = set()
     for fake in part.captured.fakes:
@@ -56,19 +56,19 @@ def read(size: Any, values: Values) -> int:
     return size if isinstance(size, int) else int(size.node.expr.xreplace(values))
 
 
-def allowed(part: Cut, values: Values) -> bool:
+def allowed(part: Subgraph, values: Values) -> bool:
     """Whether the guards of the captured graph hold for these values, as far as they name no other symbol."""
     return part.guards.admit(values)
 
 
-def hints(part: Cut) -> Values:
+def hints(part: Subgraph) -> Values:
     """The values that all symbols had when the graph was captured."""
     env = part.captured.fake_mode.shape_env
     found = {symbol: value_in_capture(env, symbol) for symbol in symbols(part)}
     return {symbol: UNBACKED if value is None else value for symbol, value in found.items()}
 
 
-def captured_values(part: Cut) -> Values:
+def captured_values(part: Subgraph) -> Values:
     """Return small values for all symbols, those of the capture where they are small, or where the guards allow none others.
 
     A guard may tie a large size to small ones, as a mask's length to those of a cache and a piece of a prompt, or make two sizes equal, or
@@ -90,7 +90,7 @@ def _alike(known: Values, symbols: list[Any]) -> list[list[Any]]:
     return [[symbol for symbol in symbols if known[symbol] == value] for value in dict.fromkeys(known[symbol] for symbol in symbols)]
 
 
-def _chosen(part: Cut, known: Values, groups: list[list[Any]]) -> Values | None:
+def _chosen(part: Subgraph, known: Values, groups: list[list[Any]]) -> Values | None:
     """Values that the guards allow: one for each group of symbols, no two alike, and the others' own; None where none was found."""
     env = part.captured.fake_mode.shape_env
     tried = []
@@ -105,7 +105,7 @@ def _chosen(part: Cut, known: Values, groups: list[list[Any]]) -> Values | None:
     return None
 
 
-def loose(part: Cut) -> set[Any]:
+def loose(part: Subgraph) -> set[Any]:
     """The symbols that are ints among the arguments and no tensor's size: positions that Python counts."""
     ints = {symbol for fake in part.captured.fakes if isinstance(fake, torch.SymInt) for symbol in fake.node.expr.free_symbols}
     values: tuple[Any, ...] = (*(value_of(node) for node in part.captured.graph.nodes), *part.captured.fakes)
@@ -119,7 +119,7 @@ def past(slot: Slot) -> Any:
     return value_of(slot.root if before is None else before).shape[slot.axes.token_dim]
 
 
-def pasts(part: Cut, values: Values) -> Iterator[Values]:
+def pasts(part: Subgraph, values: Values) -> Iterator[Values]:
     """The values, and the same with other lengths of the past, where caches grow by concatenation."""
     yield values
     grown = {
@@ -135,7 +135,7 @@ def pasts(part: Cut, values: Values) -> Iterator[Values]:
             yield changed
 
 
-def others(part: Cut, values: Values, wanted: Callable[[], set[Any]]) -> Iterator[Values]:
+def others(part: Subgraph, values: Values, wanted: Callable[[], set[Any]]) -> Iterator[Values]:
     """Values that the guards admit in which the symbols that are ``wanted``, asked again each time, are other ones, small ones first.
 
     All at once, and then each by itself and with those that may be tied to it: sizes may belong together in ways that no guard says.
@@ -157,12 +157,12 @@ def others(part: Cut, values: Values, wanted: Callable[[], set[Any]]) -> Iterato
                 yield way
 
 
-def _small(part: Cut, values: Values, base: Values) -> bool:
+def _small(part: Subgraph, values: Values, base: Values) -> bool:
     """Whether values are small, or no larger than twice those that are known to be."""
     return all(value <= max(4 * SMALL, 2 * base[symbol]) for symbol, value in values.items()) and elements(part, values) <= MOST
 
 
-def named(part: Cut, symbol: Any) -> str:
+def named(part: Subgraph, symbol: Any) -> str:
     """A symbol as the argument that it is, or a size of."""
     for entry, fake in zip(part.captured.inputs, part.captured.fakes, strict=True):
         if isinstance(fake, torch.SymInt) and fake.node.expr == symbol:
@@ -173,7 +173,7 @@ def named(part: Cut, symbol: Any) -> str:
     return str(symbol)
 
 
-def elements(part: Cut, values: Values) -> int:
+def elements(part: Subgraph, values: Values) -> int:
     """The number of elements of the program's largest value."""
     shapes = [value_of(node).shape for node in part.captured.graph.nodes if isinstance(value_of(node), torch.Tensor)]
     return max(math.prod(read(size, values) if _known(size, values) else 1 for size in shape) for shape in shapes)
@@ -195,7 +195,7 @@ def _numbers(value: Any) -> Iterator[int]:
             yield from _numbers(getattr(value, item.name))
 
 
-def _lengths(part: Cut) -> set[int]:
+def _lengths(part: Subgraph) -> set[int]:
     """The lengths of tokens that are numbers in a program: of its caches, its calls and its windows."""
     found: set[int] = set()
     for site in part.sites:
@@ -207,7 +207,7 @@ def _lengths(part: Cut) -> set[int]:
     return found
 
 
-def _asked(part: Cut) -> set[int]:
+def _asked(part: Subgraph) -> set[int]:
     """The ends of the ranges of symbols, and the numbers that guards on them alone compare with."""
     env, found = part.captured.fake_mode.shape_env, set[int]()
     for symbol in symbols(part):
@@ -219,7 +219,7 @@ def _asked(part: Cut) -> set[int]:
     return found
 
 
-def _coarse(part: Cut) -> int:
+def _coarse(part: Subgraph) -> int:
     """Twice the positions that the coarsest dtype holds which integers are cast to, as bfloat16 does 256: beyond them it rounds."""
     casts = [
         value_of(node).dtype for node in part.captured.graph.nodes if op_name(node) in COPIES and is_tensor(node.args[0])
@@ -228,7 +228,7 @@ def _coarse(part: Cut) -> int:
     return max((2 * integers(dtype) for dtype in casts if 1 < integers(dtype) < LARGEST), default=0)
 
 
-def reductions(part: Cut) -> Iterator[Number]:
+def reductions(part: Subgraph) -> Iterator[Number]:
     """Give ways to make a program's numbers smaller, the most thorough first."""
     known = _lengths(part)
     lengths, least = {number for number in known if number >= LONG}, max((number for number in known if number < LONG), default=0)
@@ -242,10 +242,10 @@ def reductions(part: Cut) -> Iterator[Number]:
 
 def _smaller(numbers: Iterable[int], least: int = LEAST) -> Number:
     """Return a function that maps these numbers to small ones above ``least``, in order, those near each other alike, and no other."""
-    told: dict[int, int] = {}
+    resized: dict[int, int] = {}
     last = None
     small = least
     for number in sorted(numbers):
         small = small + number - last if last is not None and number - last <= NEAR else small + 2 * NEAR - 1
-        told[number], last = small, number
-    return lambda number: told.get(number, number) if number >= 0 else -told.get(-number, -number)
+        resized[number], last = small, number
+    return lambda number: resized.get(number, number) if number >= 0 else -resized.get(-number, -number)

@@ -1,4 +1,4 @@
-"""Cut: sites that share caches as a program of their own, from queries, new tokens, caches, positions and masks to their outputs.
+"""Subgraphs: sites that share caches as programs of their own, from queries, new tokens, caches, positions and masks to their outputs.
 
     captured:  x -> projections -> q, k, v -> writes -> attention -> projection -> ...
     cut:                           q, k, v -> writes -> attention -> outputs, caches
@@ -53,7 +53,7 @@ class NotApart(Exception):
 
 
 @dataclass(frozen=True)
-class Cut:
+class Subgraph:
     """Sites as a program of their own.
 
     ``given``: the arguments that were values of the captured graph (queries, new tokens, sizes), by index. ``sources``: for every other
@@ -89,7 +89,7 @@ def clusters(sites: Sequence[Site]) -> list[tuple[Site, ...]]:
     return [tuple(group) for group in members.values()]
 
 
-def _borders(sites: Sequence[Site]) -> dict[fx.Node, None]:
+def _entry_values(sites: Sequence[Site]) -> dict[fx.Node, None]:
     """The values at which a program of some sites begins: queries and new tokens, in order."""
     found: dict[fx.Node, None] = {}
     for site in sites:
@@ -155,7 +155,7 @@ class Outline:
 
 def outline(captured: Captured, effects: Effects, sites: tuple[Site, ...]) -> Outline:
     """Find what a program of ``sites`` holds."""
-    borders = _borders(sites)
+    borders = _entry_values(sites)
     returned = captured.graph.find_nodes(op="output")[0].args[0]
     caches = {index: returned[index] for index in sorted({index for site in sites for slot in site.slots for index in slot.outputs})}
     roots = {slot.root for site in sites for slot in site.slots}
@@ -176,7 +176,7 @@ def _beside(sites: Sequence[Site]) -> list[fx.Node]:
     return [*found, *(term.node for attention in parted if attention.memory is not None for term in attention.memory.masks)]
 
 
-def cut(whole: Outline, number: Number = same) -> Cut:
+def cut(whole: Outline, number: Number = same) -> Subgraph:
     """Return a program as an outline says; raises NotApart where it cannot be cut out of the captured graph.
 
     ``number`` says what each int of what was understood of the sites becomes, where the program is to be made smaller.
@@ -188,7 +188,7 @@ def cut(whole: Outline, number: Number = same) -> Cut:
     given: set[int] = set()
     sources: dict[int, int] = {}
     entries: list[Input] = []
-    borders = _borders(whole.sites)
+    borders = _entry_values(whole.sites)
     known = {entry.node: entry for entry in captured.inputs if entry.node not in borders}
     for index, node in enumerate(whole.begins):
         env[node] = made = graph.placeholder(node.name)
@@ -208,9 +208,9 @@ def cut(whole: Outline, number: Number = same) -> Cut:
     fakes = tuple(value_of(entry.node) for entry in entries)
     apart = Captured(module, tuple(entries), fakes, captured.origin, captured.fake_mode)
     places = {index: len(whole.outputs) + position for position, index in enumerate(whole.caches)}
-    told = _Translation(env, places, number)
-    sites = tuple(told.of(site) for site in whole.sites)
-    return Cut(apart, analyse(graph), sites, frozenset(given), sources, len(whole.outputs), number)
+    translation = _Translation(env, places, number)
+    sites = tuple(translation.of(site) for site in whole.sites)
+    return Subgraph(apart, analyse(graph), sites, frozenset(given), sources, len(whole.outputs), number)
 
 
 def _foreign(node: fx.Node) -> bool:

@@ -13,7 +13,7 @@ from torch import fx
 from versions import OLD_TRANSFORMERS
 
 import kvcompile
-from kvcompile.lowering.layer_regions import fold
+from kvcompile.lowering.layer_regions import fold_into_regions
 from kvcompile.lowering.ops import operations as ops
 
 aten = torch.ops.aten
@@ -86,7 +86,7 @@ def arguments(layers: int = 4) -> list[torch.Tensor]:
 def test_equal_layers_become_calls_of_one_region() -> None:
     module, fakes = fakes_and_module(plain)
     expected = module(*arguments())
-    assert fold(module, fakes) == 4
+    assert fold_into_regions(module, fakes) == 4
     calls = [node for node in module.graph.nodes if node.target is torch.ops.higher_order.invoke_subgraph]
     assert len(calls) == 4 and len({call.args[1] for call in calls}) == 1
     found = module(*arguments())
@@ -99,7 +99,7 @@ def test_many_layers_are_found_among_few_stretches(monkeypatch: pytest.MonkeyPat
     moved = module_of_fold._moved
     monkeypatch.setattr(module_of_fold, "_moved", lambda *given: seen.append(1) or moved(*given))
     module, fakes = fakes_and_module(plain, 32)
-    assert fold(module, fakes) == 32
+    assert fold_into_regions(module, fakes) == 32
     assert len(seen) <= 4 * module_of_fold.MOST
 
 
@@ -107,7 +107,7 @@ def test_operations_that_write_stay_between_regions() -> None:
     """A region reaches from what follows one layer's write to what stands before the next one's."""
     module, fakes = fakes_and_module(writing_by_an_operation)
     expected = module(*arguments())
-    assert fold(module, fakes) == 3
+    assert fold_into_regions(module, fakes) == 3
     targets = [node.target for node in module.graph.nodes if node.target in {torch.ops.higher_order.invoke_subgraph, ops.append}]
     assert targets == [*[ops.append, torch.ops.higher_order.invoke_subgraph] * 3, ops.append]
     assert all(torch.equal(a, b) for a, b in zip(expected, module(*arguments()), strict=True))
@@ -116,7 +116,7 @@ def test_operations_that_write_stay_between_regions() -> None:
 def test_what_is_not_equal_stays() -> None:
     module, fakes = fakes_and_module(scaled_by_its_number)
     before = str(module.graph)
-    assert fold(module, fakes) == 0
+    assert fold_into_regions(module, fakes) == 0
     assert str(module.graph) == before
 
 
@@ -125,7 +125,7 @@ def test_the_name_of_a_region_says_what_it_does() -> None:
     names = []
     for layer in (plain, negated):
         module, fakes = fakes_and_module(layer)
-        assert fold(module, fakes)
+        assert fold_into_regions(module, fakes)
         names += [node.args[1] for node in module.graph.nodes if node.target is torch.ops.higher_order.invoke_subgraph]
     assert len(set(names)) == 2
 
@@ -160,7 +160,7 @@ def calls_of(model: Any, kind: str, backend: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize(("scheme", "kind"), [("int4", "static"), ("kivi", "dynamic")])
 def test_a_folded_model_gives_the_same(scheme: str, kind: str, monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None) -> None:
     folded: list[int] = []
-    monkeypatch.setattr("kvcompile.lowering.compile.fold", lambda *given: folded.append(fold(*given)))
+    monkeypatch.setattr("kvcompile.lowering.compile.fold_into_regions", lambda *given: folded.append(fold_into_regions(*given)))
     model = llama()
     expected = calls_of(model, kind, kvcompile.backend(scheme, inner="aot_eager"))
     assert not folded
@@ -181,13 +181,13 @@ def test_a_region_that_does_not_compile_is_compiled_as_it_was(
 ) -> None:
     def broken(module: fx.GraphModule, fakes: Any, writers: Any) -> int:
         """One operand less than the region takes."""
-        count = fold(module, fakes, writers)
+        count = fold_into_regions(module, fakes, writers)
         for call in module.graph.nodes:
             if call.target is torch.ops.higher_order.invoke_subgraph:
                 call.args = call.args[:-1]
         return count
 
-    monkeypatch.setattr("kvcompile.lowering.compile.fold", broken)
+    monkeypatch.setattr("kvcompile.lowering.compile.fold_into_regions", broken)
     found = calls_of(llama(), "static", kvcompile.backend("int8", inner="aot_eager", fold=True))
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 

@@ -10,11 +10,11 @@ from torch._inductor import config
 
 import kvcompile
 from kvcompile.lowering import persistent_keys
-from kvcompile.lowering.persistent_keys import Remembered
+from kvcompile.lowering.persistent_keys import PersistentKeys
 from kvcompile.validation import Outcome, Verdict
-from kvcompile.validation.verdict_cache import Known
+from kvcompile.validation.verdict_cache import VerdictCache
 
-CONTAINS = Remembered.__contains__
+CONTAINS = PersistentKeys.__contains__
 EQUAL, DIFFERENT = Verdict(Outcome.EQUAL), Verdict(Outcome.DIFFERENT, "it differs")
 
 
@@ -24,23 +24,23 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(persistent_keys, "cache_dir", lambda: str(tmp_path))
     # All other tests go without what is kept on disk.
-    monkeypatch.setattr(Remembered, "__contains__", CONTAINS)
+    monkeypatch.setattr(PersistentKeys, "__contains__", CONTAINS)
 
 
 def test_only_equal_programs_are_kept() -> None:
-    first = Known(Remembered("tests"))
+    first = VerdictCache(PersistentKeys("tests"))
     first["a"], first["b"] = EQUAL, DIFFERENT
     assert first["b"] is DIFFERENT
-    second = Known(Remembered("tests"))
+    second = VerdictCache(PersistentKeys("tests"))
     assert "a" in second
     assert second["a"] == EQUAL
     assert "b" not in second
-    assert "a" not in Known(Remembered("others"))
-    assert "a" not in Known()
+    assert "a" not in VerdictCache(PersistentKeys("others"))
+    assert "a" not in VerdictCache()
 
 
 def test_other_sources_and_versions_forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = Remembered("tests")
+    keys = PersistentKeys("tests")
     keys.add("a")
     assert "a" in keys
     with monkeypatch.context() as patched:
@@ -52,7 +52,7 @@ def test_other_sources_and_versions_forget(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("off", [{"force_disable_caches": True}, {"fx_graph_cache": False}])
 def test_nothing_is_kept_where_inductor_keeps_nothing(off: dict[str, bool]) -> None:
-    keys = Remembered("tests")
+    keys = PersistentKeys("tests")
     with config.patch(off):
         keys.add("a")
         assert "a" not in keys

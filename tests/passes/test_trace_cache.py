@@ -10,7 +10,7 @@ from torch import fx
 from versions import OLD_TRANSFORMERS
 
 from kvcompile.passes.capture import capture as capturing
-from kvcompile.passes.capture.trace_cache import Memo
+from kvcompile.passes.capture.trace_cache import TraceCache
 
 transformers = pytest.importorskip("transformers")
 
@@ -47,12 +47,12 @@ def _graphs(name: str, kind: str, gradients: bool = True) -> list[tuple[fx.Graph
 def _both(gm: fx.GraphModule, examples: list[Any]) -> Any:
     made = capturing.capture(gm, examples), None
     hits = _LAST.hits
-    call = Memo.call
-    Memo.call = lambda self, kind, target, args, kwargs, run: run()  # type: ignore[method-assign]
+    call = TraceCache.call
+    TraceCache.call = lambda self, kind, target, args, kwargs, run: run()  # type: ignore[method-assign]
     try:
         return made[0], capturing.capture(gm, examples), hits
     finally:
-        Memo.call = call  # type: ignore[method-assign]
+        TraceCache.call = call  # type: ignore[method-assign]
 
 
 _LAST: Any = None
@@ -62,7 +62,7 @@ _LAST: Any = None
 def last(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the memo that a capture made."""
 
-    class Kept(Memo):
+    class Kept(TraceCache):
         def __init__(self, mode: Any) -> None:
             global _LAST  # noqa: PLW0603
             super().__init__(mode)

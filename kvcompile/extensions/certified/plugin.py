@@ -1,4 +1,4 @@
-"""The room of the scheme certified: its operation, the lowering of that, and its append of one token."""
+"""The attention plugin of the scheme certified: its operation, the lowering of that, and its append of one token."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from kvcompile.extensions.certified.site_op import certified_site
-from kvcompile.lowering.attention_plugins import AppendKernel, Room
+from kvcompile.lowering.attention_plugins import AppendKernel, AttentionPlugin
 from kvcompile.lowering.host.launches import Launcher
 
 
@@ -36,4 +36,4 @@ def _append(slots: Sequence[Any], launcher: Launcher | None = None) -> list[torc
     return append_certified(slots, launcher)
 
 
-ROOM = Room(certified_site, _lower, _runs, AppendKernel(_append_fits, _append))
+PLUGIN = AttentionPlugin(certified_site, _lower, _runs, AppendKernel(_append_fits, _append))

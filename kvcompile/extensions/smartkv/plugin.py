@@ -1,4 +1,4 @@
-"""The room of the scheme smartkv: its operation, and the lowering of that."""
+"""The attention plugin of the scheme smartkv: its operation, and the lowering of that."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from kvcompile.extensions.smartkv.attend import smartkv_attend
 from kvcompile.extensions.smartkv.decode_step import QUERIES
-from kvcompile.lowering.attention_plugins import Room
+from kvcompile.lowering.attention_plugins import AttentionPlugin
 
 
 def _lower(*operands: Any, **keywords: Any) -> Any:
@@ -21,4 +21,4 @@ def _runs(device: str, compiled: bool) -> str:
     return "eager body: its kernels are for CUDA"
 
 
-ROOM = Room(smartkv_attend, _lower, _runs)
+PLUGIN = AttentionPlugin(smartkv_attend, _lower, _runs)

@@ -3,7 +3,7 @@
 ``append``         ``rows``, one token or many: the body is some forty nodes a slot, half of what a layer of a decode step
                    has, and becomes four kernels where this is one launch for keys and values. The kernel of a scheme's own where it
                    encodes by a constant plane, thresholds or scales (``Scheme.append_kernel``), a launch a slot.
-``append_window``  one token: ``window_token`` or the kernel of a scheme's own room; more: ``window_blocks``, or else the operation as it
+``append_window``  one token: ``window_token`` or the kernel of a scheme's own plugin; more: ``window_blocks``, or else the operation as it
                    is.
 
 What else the kernels do not know is the body's. Many tokens into a window are not traced even there: encoding with calibrated

@@ -1,7 +1,7 @@
 """Operators for appends that are done by kernels of our own: one slot or two, keys and values, in one call.
 
 ``append_kernel``         what ``append`` says, of many tokens (``rows``)
-``append_window_kernel``  what ``append_window`` says, of one token (``window_token``, or the kernel of a scheme's own room) or many
+``append_window_kernel``  what ``append_window`` says, of one token (``window_token``, or the kernel of a scheme's own plugin) or many
                           (``window_blocks``), but for the origins in force: they are tensor code that reads the clock before
 ``append_own_kernel``     what ``append`` says of tokens that are encoded by a constant plane of their scheme, its table or its scales
                           (``Scheme.append_kernel``)

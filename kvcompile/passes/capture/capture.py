@@ -25,7 +25,7 @@ from kvcompile.passes.capture.nested_joins import nest_joins
 from kvcompile.passes.capture.prefix import join_prefixes
 from kvcompile.passes.capture.retrace import Retrace
 from kvcompile.passes.capture.stacked import join_stacked
-from kvcompile.passes.capture.trace_cache import Memo
+from kvcompile.passes.capture.trace_cache import TraceCache
 from kvcompile.passes.graph.dynamo import (
     DisableTorchFunctionSubclass,
     FakeTensor,
@@ -146,7 +146,7 @@ def capture(
 
     def traced(spell_out: bool) -> fx.GraphModule:
         with mode:
-            again = Retrace(gm, spell_out, Memo(mode))
+            again = Retrace(gm, spell_out, TraceCache(mode))
 
             def run(*args: object) -> object:
                 return again.run(*args, enable_io_processing=False)

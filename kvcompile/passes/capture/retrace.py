@@ -20,7 +20,7 @@ from torch import fx
 from kvcompile.errors import Unsupported
 from kvcompile.passes.capture import flex
 from kvcompile.passes.capture.subclasses import calls_on_composed, record_as_written
-from kvcompile.passes.capture.trace_cache import Memo
+from kvcompile.passes.capture.trace_cache import TraceCache
 from kvcompile.passes.capture.vmap import Region, regions
 from kvcompile.passes.graph.shapes import source_line
 
@@ -31,10 +31,10 @@ SHAPED: dict[Any, Callable[..., torch.Tensor]] = {torch.zeros_like: torch.zeros,
 class Retrace(fx.Interpreter):
     """Runs Dynamo's graph under ``make_fx``; ``spell_out``: flex attention as plain operations, or ``flex.Stays`` is raised."""
 
-    def __init__(self, module: fx.GraphModule, spell_out: bool = True, memo: Memo | None = None) -> None:
+    def __init__(self, module: fx.GraphModule, spell_out: bool = True, trace_cache: TraceCache | None = None) -> None:
         super().__init__(module)
         # Regions of autocast change what a call becomes, and no key knows of them.
-        self.memo = memo if not any("autocast" in str(node.target) for node in module.graph.nodes) else None
+        self.trace_cache = trace_cache if not any("autocast" in str(node.target) for node in module.graph.nodes) else None
         found = regions(module.graph)
         self.spell_out = spell_out and any(flex.is_flex(node.target) for node in module.graph.nodes)
         self.left_out = unread(module.graph, found) if self.spell_out else set()
@@ -83,12 +83,12 @@ class Retrace(fx.Interpreter):
             if len(fill) == (target is torch.full_like):
                 return SHAPED[target](like.shape, *fill, **{"dtype": like.dtype, "device": like.device, **kwargs})
         run = functools.partial(super().call_function, target, args, kwargs)
-        return self.memo.call("function", target, args, kwargs, run) if self.memo is not None else run()
+        return self.trace_cache.call("function", target, args, kwargs, run) if self.trace_cache is not None else run()
 
     def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call of a tensor's method."""
         run = functools.partial(super().call_method, target, args, kwargs)
-        return self.memo.call("method", target, args, kwargs, run) if self.memo is not None else run()
+        return self.trace_cache.call("method", target, args, kwargs, run) if self.trace_cache is not None else run()
 
 
 def unexposed(module: fx.GraphModule) -> fx.GraphModule:

@@ -1,4 +1,4 @@
-"""Memo: a call that was traced before, on tensors of the same kind, is written down again instead of traced again.
+"""Trace cache: a call that was traced before, on tensors of the same kind, is written down again instead of traced again.
 
 The layers of a model are the same calls on other tensors, and tracing one call takes a millisecond of dispatch. The nodes that a
 pure call became are copied with the new operands; their fake values are made anew, views as views of the new operands, so that
@@ -33,8 +33,8 @@ from kvcompile.passes.graph.dynamo import (
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, type(Ellipsis))
 
 
-class _Unknown(Exception):  # noqa: N818 - says that a call is not for the memo; never leaves this file
-    """An operand or result that the memo does not know."""
+class _Unknown(Exception):  # noqa: N818 - says that a call is not for the cache; never leaves this file
+    """An operand or result that the cache does not know."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class _Recipe:
     stands_for: tuple[tuple[int, _Ref], ...]
 
 
-class Memo:
+class TraceCache:
     """The calls that one trace has seen; ``call`` runs one or writes it down from memory."""
 
     def __init__(self, mode: FakeTensorMode) -> None:

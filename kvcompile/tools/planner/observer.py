@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from kvcompile.explain import observe
-from kvcompile.lowering.attention_plugins import rooms
+from kvcompile.lowering.attention_plugins import plugins
 from kvcompile.passes.capture.attributes import lifted
 from kvcompile.passes.capture.capture import Captured, capture
 from kvcompile.passes.capture.nested import inlined
@@ -108,7 +108,7 @@ def observed(model: Any, inputs: Any) -> Observed:
 
     Raises whatever the model or its capture raises.
     """
-    rooms()
+    plugins()
     owner = Observer()
     torch.compiler.reset()
     with many_versions(MOST_GRAPHS):

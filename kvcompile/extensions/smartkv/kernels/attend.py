@@ -3,7 +3,7 @@
 A program has one kv head of one batch row, and its split's share of the places and of the pages. Its loop over a bucket is printed once for
 each level, with the widths as constants; tokens lie on the tall side of the products and rows, queries of query heads, on the narrow one.
 
-* Codes multiply as they are (``fields``); scales of keys multiply scores, those of values the weights. The powers of two that a width's
+* Codes multiply as they are (``bit_fields``); scales of keys multiply scores, those of values the weights. The powers of two that a width's
   fields lack are in the queries, and in the sums while a bucket is gone over.
 * Weights relative to the running maximum are up to 2^14 after their value's scale, so that float16 holds what is 2^-38 of the largest.
 * Narrow keys lie in a frame of their own (``turning``): queries are turned once, and what is added to all keys adds one number a row.

@@ -1,4 +1,4 @@
-"""Queries and sums of smartkv's attention as eight runs of channels, in the order in which words of codes hold them (``fields``)."""
+"""Queries and sums of smartkv's attention as eight runs of channels, in the order in which words of codes hold them (``bit_fields``)."""
 
 # mypy: disable-error-code="no-untyped-def,assignment"
 # ruff: noqa: ANN001, ANN202, N803, RET505, RUF005 - kernels: operands are pointers and constants in capitals.

@@ -1,6 +1,6 @@
 """Sliding windows: caches that keep only their newest tokens, however the program writes that.
 
-The runs of two lines (``token_runs``) say it all: what attention reads, and what the cache tensor holds, or what is
+The runs of two lines (``token_spans``) say it all: what attention reads, and what the cache tensor holds, or what is
 returned in its place, when the graph is done. Both must be the last tokens of one line of past and new tokens.
 
     buffer      cat and copy back, roll and a write at the end, all of the new tokens copied over the old ones
@@ -27,7 +27,7 @@ from kvcompile.passes.graph.effects import Effects, same_memory, written_argumen
 from kvcompile.passes.graph.operators import CONCATENATIONS, SIZES, UPDATES, VIEWS
 from kvcompile.passes.graph.pullback import Trail, trace
 from kvcompile.passes.graph.shapes import at_most, bind, hint, is_tensor, negative, op_name, operand, plain, same, settled, sizes, value_of
-from kvcompile.passes.match.cache.token_spans import Lines, Run, Unknown
+from kvcompile.passes.match.cache.token_spans import SpanTracer, TokenSpan, Unknown
 from kvcompile.passes.match.sites import Miss, Position, SlidingCache, Slot, Write
 from kvcompile.passes.match.slot_kinds import SlotKind
 
@@ -63,9 +63,9 @@ def find(trail: Trail, roles: tuple[str, ...], operand: fx.Node, attention: fx.N
 
 def _read(trail: Trail, dim: int, shift: int, read_by: fx.Node, token: int, attention: fx.Node, effects: Effects) -> Window | None:
     root = trail.base
-    lines = Lines(effects, dim)
+    tracer = SpanTracer(effects, dim)
     try:
-        read = lines.of(root, effects.order[attention])
+        read = tracer.of(root, effects.order[attention])
     except Unknown:
         return None
     past, new = _halves(read)
@@ -88,8 +88,8 @@ def _read(trail: Trail, dim: int, shift: int, read_by: fx.Node, token: int, atte
         # Everything is kept: an ordinary cache that grows.
         return None
     size = value_of(new.source).shape[dim - value_of(root).dim() + value_of(new.source).dim()]
-    _complete(read, size, root)
-    _complete(kept.runs, size, root)
+    _check_covers(read, size, root)
+    _check_covers(kept.runs, size, root)
     _unchanged(new.source, effects)
     old = kept.runs[0] if len(kept.runs) == 2 else None
     if past is not None and old is not None and not same(past.end, old.end):
@@ -106,7 +106,7 @@ def _read(trail: Trail, dim: int, shift: int, read_by: fx.Node, token: int, atte
     slots = _slots(in_place, placeholder, dim, seen, keep, cap, size, grows)
     lined = past if past is not None else old
     end = plain(lined.end) if lined is not None else None
-    chain = tuple(sorted(lines.chain | kept.chain, key=effects.order.__getitem__))
+    chain = tuple(sorted(tracer.chain | kept.chain, key=effects.order.__getitem__))
     sliding = SlidingCache(slots, seen, keep, end, chain)
     if in_place:
         kind, root = SlotKind.BUFFER, placeholder  # type: ignore[assignment]
@@ -122,7 +122,7 @@ def _read(trail: Trail, dim: int, shift: int, read_by: fx.Node, token: int, atte
 class Kept:
     """The tokens that stay for the next call: their runs, the nodes on their way, and the most that slices say they keep."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[TokenSpan, ...]
     size: Any
     chain: frozenset[fx.Node]
     caps: frozenset[int]
@@ -142,7 +142,7 @@ def _suffixes(path: tuple[fx.Node, ...]) -> bool:
     return True
 
 
-def _halves(line: tuple[Run, ...]) -> tuple[Run | None, Run | None]:
+def _halves(line: tuple[TokenSpan, ...]) -> tuple[TokenSpan | None, TokenSpan | None]:
     """Return (the run of a past that came in, the run of new tokens) of a line that is made of nothing else, else (None, None)."""
     if not line or len(line) > 2 or line[-1].source.op == "placeholder":
         return None, None
@@ -151,11 +151,11 @@ def _halves(line: tuple[Run, ...]) -> tuple[Run | None, Run | None]:
     return (line[0] if len(line) == 2 else None), line[-1]
 
 
-def _kept(placeholder: fx.Node | None, new: Run, dim: int, effects: Effects) -> tuple[Kept | None, tuple[int, ...]]:
+def _kept(placeholder: fx.Node | None, new: TokenSpan, dim: int, effects: Effects) -> tuple[Kept | None, tuple[int, ...]]:
     """Return the tokens that stay in the buffer that the past came from, or that are returned, and the outputs that hold them."""
     end = len(effects.order)
     if placeholder is not None and effects.writes.get(placeholder):
-        kept = _line(placeholder, dim, end, effects)
+        kept = _traced(placeholder, dim, end, effects)
         if kept is None or kept.runs[-1].source is not new.source:
             raise Miss("what is written back into the window is not what attention reads", placeholder, advice=ADVICE)
         if _halves(kept.runs)[1] is None or (len(kept.runs) == 2 and kept.runs[0].source is not placeholder):
@@ -166,7 +166,7 @@ def _kept(placeholder: fx.Node | None, new: Run, dim: int, effects: Effects) -> 
     for index, item in enumerate(returned if isinstance(returned, (list, tuple)) else [returned]):
         if not is_tensor(item) or len(sizes(item)) <= dim or not _related(item, {placeholder, new.source}, effects):
             continue
-        kept = _line(item, dim, end, effects)
+        kept = _traced(item, dim, end, effects)
         if kept is None or all(run.source not in {new.source, placeholder} for run in kept.runs):
             continue
         if _halves(kept.runs)[1] is None or kept.runs[-1].source is not new.source:
@@ -187,16 +187,16 @@ def _related(item: fx.Node, sources: set[fx.Node | None], effects: Effects) -> b
     return base not in sources and bool(made & sources)
 
 
-def _line(node: fx.Node, dim: int, time: int, effects: Effects) -> Kept | None:
-    lines = Lines(effects, dim)
+def _traced(node: fx.Node, dim: int, time: int, effects: Effects) -> Kept | None:
+    tracer = SpanTracer(effects, dim)
     try:
-        runs = lines.of(node, time)
+        runs = tracer.of(node, time)
     except Unknown:
         return None
-    return Kept(runs, value_of(node).shape[dim], frozenset(lines.chain), frozenset(lines.caps)) if runs else None
+    return Kept(runs, value_of(node).shape[dim], frozenset(tracer.chain), frozenset(tracer.caps)) if runs else None
 
 
-def _complete(line: tuple[Run, ...], size: Any, root: fx.Node) -> None:
+def _check_covers(line: tuple[TokenSpan, ...], size: Any, root: fx.Node) -> None:
     """Raise Miss unless the new tokens end a line and the past comes before all of them."""
     if not same(line[-1].end, size):
         raise Miss("the window does not end with the newest token", root, advice=ADVICE)
@@ -249,12 +249,12 @@ def _refill(operand: fx.Node, trail: Trail, effects: Effects) -> Window | None:
         if root.op != "placeholder" and not effects.outputs_of(effects.family(root)):
             continue
         for dim in range(len(sizes(root))):
-            lines = Lines(effects, dim, sources)
+            tracer = SpanTracer(effects, dim, sources)
             try:
-                kept = lines.of(root, len(effects.order))
+                kept = tracer.of(root, len(effects.order))
             except Unknown:
                 continue
-            if len(kept) != 1 or kept[0].source not in sources or not lines.chain:
+            if len(kept) != 1 or kept[0].source not in sources or not tracer.chain:
                 continue
             values = kept[0].source
             if value_of(values).dim() != value_of(root).dim() or not all(
@@ -262,12 +262,12 @@ def _refill(operand: fx.Node, trail: Trail, effects: Effects) -> Window | None:
             ):
                 continue
             size = value_of(values).shape[dim]
-            _complete(kept, size, root)
+            _check_covers(kept, size, root)
             _unchanged(values, effects)
             if not same(kept[0].count, value_of(root).shape[dim]):
                 raise Miss("how many tokens the window keeps is no constant", root, advice=ADVICE)
             room = settled(value_of(root).shape[dim])
-            chain = tuple(sorted(lines.chain, key=effects.order.__getitem__))
+            chain = tuple(sorted(tracer.chain, key=effects.order.__getitem__))
             sliding = SlidingCache(room, 0, room, None, chain)
             kind = SlotKind.BUFFER if root.op == "placeholder" else SlotKind.CREATED_BUFFER
             outputs = () if root.op == "placeholder" else effects.outputs_of(effects.family(root))

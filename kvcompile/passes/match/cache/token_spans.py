@@ -1,4 +1,4 @@
-"""Runs of tokens: which tensors the tokens along one dim of a tensor come from, as runs of their tokens, in order.
+"""Spans of tokens: which tensors the tokens along one dim of a tensor come from, as spans of their tokens, in order.
 
 A sliding window is spelled with cat and slice, with roll and a write at the end, with a copy back into the
 buffer; what it means is a sequence of runs: some tokens of the past, then the new ones. Writes into views
@@ -26,7 +26,7 @@ LIMIT = 64
 
 
 @dataclass(frozen=True)
-class Run:
+class TokenSpan:
     """``count`` consecutive tokens of ``source`` from ``start`` on.
 
     ``base``: where the run starts before the front of its line was cut off, where symbolic sizes leave open whether
@@ -49,7 +49,7 @@ class Unknown(Exception):
 
 
 @dataclass
-class Lines:
+class SpanTracer:
     """Reads lines along ``dim`` and remembers the nodes that they went through."""
 
     effects: Effects
@@ -66,11 +66,11 @@ class Lines:
             for target in written_arguments(write)
         ]
 
-    def of(self, node: fx.Node, time: int) -> tuple[Run, ...]:
+    def of(self, node: fx.Node, time: int) -> tuple[TokenSpan, ...]:
         """Return the runs of a tensor as a reader at ``time`` sees it; raises Unknown."""
         return _joined(self._of(node, time))
 
-    def _of(self, node: fx.Node, time: int) -> list[Run]:
+    def _of(self, node: fx.Node, time: int) -> list[TokenSpan]:
         if len(self.chain) > LIMIT or not is_tensor(node) or value_of(node).dim() <= self.dim:
             raise Unknown
         if node in self.sources:
@@ -95,10 +95,10 @@ class Lines:
     def _size(self, node: fx.Node) -> Any:
         return value_of(node).shape[self.dim]
 
-    def _all(self, node: fx.Node) -> Run:
-        return Run(node, 0, self._size(node))
+    def _all(self, node: fx.Node) -> TokenSpan:
+        return TokenSpan(node, 0, self._size(node))
 
-    def _cat(self, node: fx.Node) -> list[Run]:
+    def _cat(self, node: fx.Node) -> list[TokenSpan]:
         arguments = bind(node)
         if int(arguments["dim"]) % len(sizes(node)) != self.dim:
             return [self._all(node)]
@@ -106,7 +106,7 @@ class Lines:
         parts = [part for part in arguments["tensors"] if 0 not in sizes(part)]
         return [run for part in parts for run in self._of(part, self.effects.order[node])]
 
-    def _rolled(self, node: fx.Node) -> list[Run]:
+    def _rolled(self, node: fx.Node) -> list[TokenSpan]:
         arguments = bind(node)
         shifts, dims = list(arguments["shifts"]), list(arguments["dims"] or [])
         if len(shifts) != 1 or len(dims) != 1 or int(dims[0]) % len(sizes(node)) != self.dim:
@@ -117,9 +117,9 @@ class Lines:
         left = -_number(shifts[0])
         if at_most(left, 0):
             left = left + size
-        return _cut(line, left, size) + _cut(line, 0, left)
+        return _between(line, left, size) + _between(line, 0, left)
 
-    def _sliced(self, node: fx.Node, time: int) -> list[Run]:
+    def _sliced(self, node: fx.Node, time: int) -> list[TokenSpan]:
         parent = node.args[0]
         dim = int(bind(node)["dim"]) % len(sizes(node))
         if dim != self.dim and sizes(node)[dim] != sizes(parent)[dim]:  # type: ignore[arg-type]
@@ -134,7 +134,7 @@ class Lines:
         given = bind(node).get("start")
         if isinstance(given, int) and given < 0 and same(start + count, total):
             self.caps.add(-given)
-        return _cut(line, start, start + count)
+        return _between(line, start, start + count)
 
     def _range(self, node: fx.Node) -> tuple[Any, Any] | None:
         """Return (start, count) of a slice along the dim, None for one that takes all of another dim."""
@@ -154,7 +154,7 @@ class Lines:
             start = start + total
         return plain(start), count
 
-    def _written(self, node: fx.Node, line: list[Run], time: int) -> list[Run]:
+    def _written(self, node: fx.Node, line: list[TokenSpan], time: int) -> list[TokenSpan]:
         """Return the runs of a tensor that owns its memory, after the writes into it that come before ``time``."""
         order = self.effects.order
         later = [(order[write], write, target) for write, target in self.writes if same_memory(target, node)]
@@ -163,7 +163,7 @@ class Lines:
                 line = self._apply(write, target, node, line, at)
         return line
 
-    def _apply(self, write: fx.Node, target: fx.Node, node: fx.Node, line: list[Run], at: int) -> list[Run]:
+    def _apply(self, write: fx.Node, target: fx.Node, node: fx.Node, line: list[TokenSpan], at: int) -> list[TokenSpan]:
         start, count = self._place(target, node)
         name, arguments = op_name(write), bind(write)
         if name == "copy_":
@@ -187,8 +187,8 @@ class Lines:
         if not 0 <= missing <= self.dim or [1] * missing + list(sizes(source)) != wanted:
             raise Unknown
         self.chain.add(write)
-        written = self._of(source, at) if not missing else [Run(source, 0, value_of(source).shape[self.dim - missing])]
-        return _cut(line, 0, start) + written + _cut(line, start + count, self._size(node))
+        written = self._of(source, at) if not missing else [TokenSpan(source, 0, value_of(source).shape[self.dim - missing])]
+        return _between(line, 0, start) + written + _between(line, start + count, self._size(node))
 
     def _place(self, target: fx.Node, node: fx.Node) -> tuple[Any, Any]:
         """Return the range of ``node``'s dim that a view of it covers; raises Unknown where it is no such view."""
@@ -246,12 +246,12 @@ def _number(item: Any) -> Any:
     return item
 
 
-def _cut(line: list[Run], start: Any, end: Any) -> list[Run]:
+def _between(line: list[TokenSpan], start: Any, end: Any) -> list[TokenSpan]:
     """Return the runs between two positions of a line; raises Unknown where symbolic sizes leave open which they are."""
-    found: list[Run] = []
+    found: list[TokenSpan] = []
     at: Any = 0
     if len(line) == 2 and not at_most(start, line[0].count) and not at_most(line[0].count, start):
-        return _loose(line, start, end)
+        return _last_of_two(line, start, end)
     for run in line:
         behind = at + run.count
         if not (at_most(behind, start) or at_most(end, at)):
@@ -259,29 +259,29 @@ def _cut(line: list[Run], start: Any, end: Any) -> list[Run]:
             last = run.count if at_most(behind, end) else end - at
             if not (at_most(0, first) and at_most(first, last) and at_most(last, run.count)):
                 raise Unknown
-            found.append(Run(run.source, run.start + first, last - first))
+            found.append(TokenSpan(run.source, run.start + first, last - first))
         at = behind
     return found
 
 
-def _loose(line: list[Run], start: Any, end: Any) -> list[Run]:
+def _last_of_two(line: list[TokenSpan], start: Any, end: Any) -> list[TokenSpan]:
     """Return the last tokens of two runs, where it is open in which of them they begin."""
     first, second = line
     if not (same(end, first.count + second.count) and at_most(0, start) and at_most(start, end)):
         raise Unknown
     less, more = torch.sym_min(start, first.count), torch.sym_max(start - first.count, 0)
     return [
-        Run(first.source, first.start + less, first.count - less, first.start),
-        Run(second.source, second.start + more, second.count - more, second.start),
+        TokenSpan(first.source, first.start + less, first.count - less, first.start),
+        TokenSpan(second.source, second.start + more, second.count - more, second.start),
     ]
 
 
-def _joined(line: list[Run]) -> tuple[Run, ...]:
+def _joined(line: list[TokenSpan]) -> tuple[TokenSpan, ...]:
     """Join neighboring runs of one source where one goes on where the other ends."""
-    found: list[Run] = []
+    found: list[TokenSpan] = []
     for run in line:
         if found and found[-1].source is run.source and same(found[-1].end, run.start):
-            found[-1] = Run(run.source, found[-1].start, found[-1].count + run.count)
+            found[-1] = TokenSpan(run.source, found[-1].start, found[-1].count + run.count)
         else:
             found.append(run)
     return tuple(found)
