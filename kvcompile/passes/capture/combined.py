@@ -30,7 +30,7 @@ Call = Callable[..., fx.Node]
 
 
 @dataclass(frozen=True)
-class _Part:
+class _SoftmaxTerm:
     """One softmax of a combination: times ``factors``, tensors or numbers, in the dtypes that it is cast to on its way."""
 
     weights: fx.Node
@@ -103,7 +103,7 @@ def _letters(node: fx.Node) -> _Letters | None:
     return _Letters(first, result, first.index(summed[0])) if len(summed) == 1 and summed[0] in second and whole else None
 
 
-def _parts(node: Any, tokens: int) -> list[_Part] | None:
+def _parts(node: Any, tokens: int) -> list[_SoftmaxTerm] | None:
     """The softmaxes that a value is a combination of; None where it is something else. ``tokens``: the dim of the cached tokens."""
     name = op_name(node)
     if not is_tensor(node):
@@ -129,10 +129,10 @@ def _parts(node: Any, tokens: int) -> list[_Part] | None:
                 found = _parts(carried, tokens)
                 if found is not None:
                     return [_times(part, factor, name == "div") for part in found]
-    return [_Part(node)] if _is_weights(node) else None
+    return [_SoftmaxTerm(node)] if _is_weights(node) else None
 
 
-def _times(part: _Part, factor: Any, divides: bool) -> _Part:
+def _times(part: _SoftmaxTerm, factor: Any, divides: bool) -> _SoftmaxTerm:
     return part if factor == 1.0 and not divides else replace(part, factors=(*part.factors, (factor, divides)))
 
 
@@ -163,7 +163,7 @@ def _is_weights(node: Any) -> bool:
     return False
 
 
-def _between(node: fx.Node, parts: list[_Part]) -> Iterator[fx.Node]:
+def _between(node: fx.Node, parts: list[_SoftmaxTerm]) -> Iterator[fx.Node]:
     """The nodes of a combination, without its softmaxes and factors."""
     leaves = {part.weights for part in parts} | {item for part in parts for item, _ in part.factors if isinstance(item, fx.Node)}
     stack = [node]
@@ -174,7 +174,7 @@ def _between(node: fx.Node, parts: list[_Part]) -> Iterator[fx.Node]:
             stack += item.all_input_nodes
 
 
-def _depends(item: object, parts: list[_Part]) -> bool:
+def _depends(item: object, parts: list[_SoftmaxTerm]) -> bool:
     """Whether a factor is made of the weights themselves, as a sum that they are divided by is."""
     leaves = {part.weights for part in parts}
     first, stack, seen = min(leaves), [item], set()
@@ -192,7 +192,7 @@ def _depends(item: object, parts: list[_Part]) -> bool:
 # --- the combination of products ---------------------------------------------------------------------
 
 
-def _turn(graph: fx.Graph, product: fx.Node, parts: list[_Part], effects: Effects) -> None:
+def _turn(graph: fx.Graph, product: fx.Node, parts: list[_SoftmaxTerm], effects: Effects) -> None:
     def call(target: Any, *args: Any) -> fx.Node:
         with graph.inserting_before(product):
             node = graph.call_function(target, args)

@@ -34,7 +34,7 @@ PARTS = {"slice_scatter": aten.slice.Tensor, "select_scatter": aten.select.int}
 
 
 @dataclass(frozen=True)
-class _Part:
+class _PartialUpdate:
     """An update of a part of ``old``: what it becomes, the operator that gives a view of it, and that operator's other operands."""
 
     old: Any
@@ -44,14 +44,14 @@ class _Part:
     named: dict[str, Any]
 
 
-def _part(node: Any) -> _Part | None:
+def _part(node: Any) -> _PartialUpdate | None:
     """The part that a node updates; None where it updates none."""
     if op_name(node) in PARTS:
-        return _Part(node.args[0], node.args[1], PARTS[op_name(node)], tuple(node.args[2:]), node.kwargs)
+        return _PartialUpdate(node.args[0], node.args[1], PARTS[op_name(node)], tuple(node.args[2:]), node.kwargs)
     return _entry(node) if op_name(node) == "where" and len(node.args) == 3 else None
 
 
-def _entry(node: Any) -> _Part | None:
+def _entry(node: Any) -> _PartialUpdate | None:
     """A select_scatter as it is decomposed: where(arange(n) along a dim == index, the new entry along that dim, old)."""
     chosen, wide, old = node.args
     if op_name(chosen) != "eq" or op_name(wide) != "expand" or op_name(wide.args[0]) != "unsqueeze":
@@ -69,7 +69,7 @@ def _entry(node: Any) -> _Part | None:
     alike = rank(line) == len(one) and all(same(size, other) for size, other in zip(value_of(line).shape, one, strict=True))
     if not plain or not alike or not same_shape(old, node) or index < 0 or not at_most(index + 1, length):
         return None
-    return _Part(old, new, aten.select.int, (dim, index), {})
+    return _PartialUpdate(old, new, aten.select.int, (dim, index), {})
 
 
 Call = Callable[..., fx.Node]
@@ -164,7 +164,7 @@ def _write(call: Call, made: fx.Node, place: fx.Node) -> None:
         call(aten.copy_.default, view, part.new)
 
 
-def _is_part(node: Any, part: _Part) -> bool:
+def _is_part(node: Any, part: _PartialUpdate) -> bool:
     """Whether a node is what the part held before it was updated."""
     if not isinstance(node, fx.Node) or node.target is not part.view or node.args[0] is not part.old or node.kwargs != part.named:
         return False

@@ -21,7 +21,7 @@ from kvcompile.errors import Unsupported
 from kvcompile.passes.capture import flex
 from kvcompile.passes.capture.subclasses import calls_on_composed, record_as_written
 from kvcompile.passes.capture.trace_cache import TraceCache
-from kvcompile.passes.capture.vmap import Region, regions
+from kvcompile.passes.capture.vmap import VmapRegion, regions
 from kvcompile.passes.graph.shapes import source_line
 
 SHAPED: dict[Any, Callable[..., torch.Tensor]] = {torch.zeros_like: torch.zeros, torch.ones_like: torch.ones, torch.full_like: torch.full}
@@ -41,7 +41,7 @@ class Retrace(fx.Interpreter):
         self.used: set[int] = set()
         self.as_written = calls_on_composed(module.graph)
         # Traced here: no other trace may be going on.
-        self.mapped: dict[fx.Node, tuple[Region, fx.GraphModule]] = {}
+        self.mapped: dict[fx.Node, tuple[VmapRegion, fx.GraphModule]] = {}
         for region in found:
             if region.nodes[0] not in self.left_out:
                 traced = region.traced(module)
@@ -104,7 +104,7 @@ def unexposed(module: fx.GraphModule) -> fx.GraphModule:
     return module
 
 
-def unread(graph: fx.Graph, mapped: list[Region]) -> set[fx.Node]:
+def unread(graph: fx.Graph, mapped: list[VmapRegion]) -> set[fx.Node]:
     """The calls whose results nothing reads once flex attention is spelled out: whole regions, and calls without effects."""
     by_last = {region.nodes[-1]: region for region in mapped}
     inside = {node for region in mapped for node in region.nodes}

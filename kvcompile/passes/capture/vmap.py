@@ -22,7 +22,7 @@ ENTER, LEAVE = "_vmap_increment_nesting", "_vmap_decrement_nesting"
 
 
 @dataclass(frozen=True)
-class Region:
+class VmapRegion:
     """From an outermost entry of ``vmap`` to the end of it: its nodes in order, what it takes and what is read of it behind it."""
 
     nodes: tuple[fx.Node, ...]
@@ -30,7 +30,7 @@ class Region:
     outputs: tuple[fx.Node, ...]
 
     @classmethod
-    def of(cls, nodes: list[fx.Node]) -> Region:
+    def of(cls, nodes: list[fx.Node]) -> VmapRegion:
         """The region of consecutive ``nodes``."""
         own = set(nodes)
         taken = dict.fromkeys(operand for node in nodes for operand in node.all_input_nodes if operand not in own)
@@ -67,7 +67,7 @@ def _balanced() -> Iterator[None]:
             leave_vmap()
 
 
-def regions(graph: fx.Graph) -> list[Region]:
+def regions(graph: fx.Graph) -> list[VmapRegion]:
     """Every outermost region under ``vmap``, in order."""
     found: list[list[fx.Node]] = []
     depth = 0
@@ -81,4 +81,4 @@ def regions(graph: fx.Graph) -> list[Region]:
             found[-1].append(node)
         if name == LEAVE:
             depth -= 1
-    return [Region.of(nodes) for nodes in found]
+    return [VmapRegion.of(nodes) for nodes in found]

@@ -28,7 +28,7 @@ from kvcompile.passes.graph.shapes import bind, is_tensor, op_name, sizes, value
 from kvcompile.passes.match.agreement import in_every_world
 from kvcompile.passes.match.cache.readings import Read
 from kvcompile.passes.match.cache.slots import axes_of
-from kvcompile.passes.match.sites import Attention, MaskTerm, Memory, Miss
+from kvcompile.passes.match.sites import Attention, MaskTerm, MemoryTokens, Miss
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ Recogniser = Callable[[fx.Node], Attention | None]
 class Parts:
     """The parts of what an attention reads: its memory, the operands of the cached tokens, and each mask's two parts, memory first."""
 
-    memory: Memory
+    memory: MemoryTokens
     k: fx.Node
     v: fx.Node
     masks: Mapping[fx.Node, tuple[fx.Node, fx.Node]]
@@ -140,7 +140,7 @@ def _cut(graph: fx.Graph, attention: Attention, key: tuple[fx.Node, int], value:
             dim = term.roles.index("T")
             masks[term.node] = piece(term.node, dim, 0, count), piece(term.node, dim, count, END)
     first = [bind(join)["tensors"][0] for join, _ in (key, value)]
-    return Parts(Memory(first[0], first[1], count, (key[0], value[0])), k, v, masks)
+    return Parts(MemoryTokens(first[0], first[1], count, (key[0], value[0])), k, v, masks)
 
 
 def apart(attention: Attention, parts: Parts | None, effects: Effects) -> Attention:

@@ -52,7 +52,7 @@ class MaskTerm:
 
 
 @dataclass(frozen=True)
-class Beside:
+class SecondProduct:
     """A second product of queries and keys, over channels of its own, whose scores are added times ``factor`` to the first's."""
 
     q: fx.Node
@@ -71,7 +71,7 @@ class Factor:
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryTokens:
     """Learned tokens that an attention reads ahead of the cached ones: keys and values, and what masks them.
 
     ``roles``: those of the dims of both. ``joins``: where each stands ahead of what is cached, keys first.
@@ -123,7 +123,7 @@ class Attention:
     sink_roles: tuple[str, ...] = ()
     folded: int = 1
     """Query heads that are flattened into the dim of the new tokens."""
-    beside: Beside | None = None
+    beside: SecondProduct | None = None
     """More channels of queries and keys: the rotary part, where the author multiplies it apart from the latent."""
     zeroed: tuple[Zeroed, ...] = ()
     """What was set to zero behind the softmax: nothing that a query sees, once ``match`` has looked."""
@@ -134,7 +134,7 @@ class Attention:
     log_sums: fx.Node | None = None
     """The log of each query's sum of exponentials, sinks among them, where something else reads it: a second result."""
     log_sum_roles: tuple[str, ...] = ()
-    memory: Memory | None = None
+    memory: MemoryTokens | None = None
     """Learned tokens ahead of the cached ones; keys, values and masks are then those of the cached ones alone."""
     others: tuple[Attention, ...] = field(default=(), repr=False)
 

@@ -16,7 +16,7 @@ from kvcompile.passes.graph.operators import COPIES
 from kvcompile.passes.graph.shapes import is_tensor, op_name
 from kvcompile.passes.match.attention.products import Product, product
 from kvcompile.passes.match.attention.roles import Naming
-from kvcompile.passes.match.sites import Beside, Miss
+from kvcompile.passes.match.sites import Miss, SecondProduct
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def spelled(found: Product, side: int) -> frozenset[int]:
     return frozenset(found.letters.index(letter) for letter in found.operands()[side][1] if letter in found.letters)
 
 
-def beside(item: Summand, first: Product, tokens: str, naming: Naming) -> Beside:
+def beside(item: Summand, first: Product, tokens: str, naming: Naming) -> SecondProduct:
     """The second product's operands with the roles that ``naming`` gives the first's letters; ``tokens``: the cached tokens' letter."""
     names = {letter: naming.names.get(first.letters[at], "") for at, letter in enumerate(item.product.letters)}
     names |= {_contracted(item.product)[0]: "D", "": ""}
@@ -67,4 +67,4 @@ def beside(item: Summand, first: Product, tokens: str, naming: Naming) -> Beside
         raise Miss("a second product is added to the scores that is none of queries and keys", item.product.node,
                    advice="add a second product of queries and keys over other channels, or a mask")
     (q, q_letters), (k, k_letters) = sides[1 - key], sides[key]
-    return Beside(q, tuple(names[letter] for letter in q_letters), k, tuple(names[letter] for letter in k_letters), item.factor)
+    return SecondProduct(q, tuple(names[letter] for letter in q_letters), k, tuple(names[letter] for letter in k_letters), item.factor)

@@ -30,7 +30,7 @@ SPELL = "use torch.softmax over the masked scores"
 
 
 @dataclass(frozen=True)
-class Weights:
+class AttentionWeights:
     """Normalised attention weights: the scores they are a softmax of, over which dim, what was masked after the exponential."""
 
     scores: fx.Node
@@ -58,11 +58,11 @@ def _between(node: Any, stop: Any) -> tuple[fx.Node, ...]:
     return tuple(found)
 
 
-def read(node: Any) -> Weights | None:
+def read(node: Any) -> AttentionWeights | None:
     """The softmax that a node completes, None where it completes none; raises Miss where it almost does."""
     name = op_name(node)
     if name in SOFTMAX:
-        return Weights(node.args[0], _dim(node), (node,))
+        return AttentionWeights(node.args[0], _dim(node), (node,))
     if name == "exp":
         return _logarithmic(node)
     if name in {"div", "div_", "true_divide"}:
@@ -74,11 +74,11 @@ def _dim(node: fx.Node) -> int:
     return int(bind(node)["dim"]) % rank(node)
 
 
-def _logarithmic(node: fx.Node) -> Weights | None:
+def _logarithmic(node: fx.Node) -> AttentionWeights | None:
     """``exp`` of a log-softmax."""
     inner = _same(node.args[0])
     if op_name(inner) in {"log_softmax", "_log_softmax"}:
-        return Weights(inner.args[0], _dim(inner), (*_between(node, inner), inner))
+        return AttentionWeights(inner.args[0], _dim(inner), (*_between(node, inner), inner))
     if op_name(inner) != "sub" or not is_tensor(inner.args[1]):
         return None
     total = _same(inner.args[1])
@@ -87,10 +87,10 @@ def _logarithmic(node: fx.Node) -> Weights | None:
     if op_name(total) != "logsumexp" or _same(total.args[0]) is not _same(inner.args[0]):
         return None
     dims = [int(dim) % rank(node) for dim in bind(total)["dim"]]
-    return Weights(inner.args[0], dims[0], (*_between(node, inner), inner)) if len(dims) == 1 else None
+    return AttentionWeights(inner.args[0], dims[0], (*_between(node, inner), inner)) if len(dims) == 1 else None
 
 
-def _divided(node: fx.Node) -> Weights | None:
+def _divided(node: fx.Node) -> AttentionWeights | None:
     """``e / e.sum(-1, keepdim=True)`` where ``e`` is an exponential or a softmax, masked or not."""
     top = node.args[0]
     numerator = _positive(top)
@@ -112,14 +112,14 @@ def _divided(node: fx.Node) -> Weights | None:
         raise Miss("exponentials of the scores are summed over another dim than one", node, advice=SPELL)
     nodes = (node, *nodes, *total.nodes)
     if not total.epsilon and not total.floor:
-        return Weights(scores, dims[0], nodes, masks)
+        return AttentionWeights(scores, dims[0], nodes, masks)
     dtype = value_of(total.sum).dtype
     if total.epsilon > torch.finfo(dtype).eps / 2 or total.floor > LEAST or not (dim is not None or _less_maximum(scores)):
         raise Miss(
             f"exponentials of the scores are divided by something other than their sum, which {total.epsilon or total.floor:g} may change",
             node, advice=SPELL + f", or subtract the scores' maximum first and add no more than {torch.finfo(dtype).eps / 2:.0e}",
         )
-    return Weights(scores, dims[0], nodes, (), masks, total.epsilon)
+    return AttentionWeights(scores, dims[0], nodes, (), masks, total.epsilon)
 
 
 LEAST = 0.5

@@ -119,7 +119,7 @@ def _read(trail: Trail, dim: int, shift: int, read_by: fx.Node, token: int, atte
 
 
 @dataclass(frozen=True)
-class Kept:
+class RetainedTokens:
     """The tokens that stay for the next call: their runs, the nodes on their way, and the most that slices say they keep."""
 
     runs: tuple[TokenSpan, ...]
@@ -151,7 +151,7 @@ def _halves(line: tuple[TokenSpan, ...]) -> tuple[TokenSpan | None, TokenSpan | 
     return (line[0] if len(line) == 2 else None), line[-1]
 
 
-def _kept(placeholder: fx.Node | None, new: TokenSpan, dim: int, effects: Effects) -> tuple[Kept | None, tuple[int, ...]]:
+def _kept(placeholder: fx.Node | None, new: TokenSpan, dim: int, effects: Effects) -> tuple[RetainedTokens | None, tuple[int, ...]]:
     """Return the tokens that stay in the buffer that the past came from, or that are returned, and the outputs that hold them."""
     end = len(effects.order)
     if placeholder is not None and effects.writes.get(placeholder):
@@ -161,7 +161,7 @@ def _kept(placeholder: fx.Node | None, new: TokenSpan, dim: int, effects: Effect
         if _halves(kept.runs)[1] is None or (len(kept.runs) == 2 and kept.runs[0].source is not placeholder):
             raise Miss("what is written back into the window is not the newest tokens in order", placeholder, advice=ADVICE)
         return kept, ()
-    found: dict[int, Kept] = {}
+    found: dict[int, RetainedTokens] = {}
     returned = effects.output.args[0]
     for index, item in enumerate(returned if isinstance(returned, (list, tuple)) else [returned]):
         if not is_tensor(item) or len(sizes(item)) <= dim or not _related(item, {placeholder, new.source}, effects):
@@ -187,13 +187,13 @@ def _related(item: fx.Node, sources: set[fx.Node | None], effects: Effects) -> b
     return base not in sources and bool(made & sources)
 
 
-def _traced(node: fx.Node, dim: int, time: int, effects: Effects) -> Kept | None:
+def _traced(node: fx.Node, dim: int, time: int, effects: Effects) -> RetainedTokens | None:
     tracer = SpanTracer(effects, dim)
     try:
         runs = tracer.of(node, time)
     except Unknown:
         return None
-    return Kept(runs, value_of(node).shape[dim], frozenset(tracer.chain), frozenset(tracer.caps)) if runs else None
+    return RetainedTokens(runs, value_of(node).shape[dim], frozenset(tracer.chain), frozenset(tracer.caps)) if runs else None
 
 
 def _check_covers(line: tuple[TokenSpan, ...], size: Any, root: fx.Node) -> None:

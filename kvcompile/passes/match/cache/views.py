@@ -45,7 +45,7 @@ def along(dest: fx.Node, root: fx.Node) -> tuple[dict[int, int], dict[int, int],
 
 
 @dataclass(frozen=True)
-class Region:
+class ViewRegion:
     """The part of a tensor that a view of it covers: the view's dims -> the tensor's, and (first, count) of the tensor's dims."""
 
     dims: dict[int, int]
@@ -71,11 +71,11 @@ class Region:
         return kept
 
 
-def region(dest: fx.Node, root: fx.Node) -> Region:
+def region(dest: fx.Node, root: fx.Node) -> ViewRegion:
     """Return the part of ``root`` that a view of it covers; raises Miss where that is no block."""
     dims, fixed, offsets = along(dest, root)
     bounds = {dim: (offsets[dim], sizes(dest)[d]) for d, dim in dims.items()}
-    return Region(dims, {**bounds, **{dim: (index, 1) for dim, index in fixed.items()}})
+    return ViewRegion(dims, {**bounds, **{dim: (index, 1) for dim, index in fixed.items()}})
 
 
 def rows_of(

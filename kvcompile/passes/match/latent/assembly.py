@@ -53,7 +53,7 @@ class _Split(Exception):
 
 
 @dataclass(frozen=True)
-class _Run:
+class _ChannelRun:
     """Sampled elements of a run of an operand's channels, and what is known of the graph around them."""
 
     node: fx.Node
@@ -159,7 +159,7 @@ def _stripes(node: fx.Node, roles: tuple[str, ...], attention: fx.Node, effects:
             for start, stop in itertools.pairwise(ordered):
                 here = sample((*sizes(node)[:dim], stop - start, *sizes(node)[dim + 1 :]))
                 here[:, dim] += start
-                found.append(_stripe(_Run(node, roles, here, attention, effects), start, stop - start))
+                found.append(_stripe(_ChannelRun(node, roles, here, attention, effects), start, stop - start))
             return tuple(found)
         except _Split as split:
             if split.cuts <= edges:
@@ -167,7 +167,7 @@ def _stripes(node: fx.Node, roles: tuple[str, ...], attention: fx.Node, effects:
             edges |= split.cuts
 
 
-def _stripe(run: _Run, start: int, count: int) -> Stripe:
+def _stripe(run: _ChannelRun, start: int, count: int) -> Stripe:
     node, coords, path = _follow(run.node, run.here, run)
     made = sides(node, coords)
     if made is None:
@@ -200,7 +200,7 @@ def _stripe(run: _Run, start: int, count: int) -> Stripe:
     return Stripe(start, count, slot, first, made_by, factor(path) * factor(further))
 
 
-def _follow(node: fx.Node, coords: Coords, run: _Run) -> tuple[fx.Node, Coords, list[fx.Node]]:
+def _follow(node: fx.Node, coords: Coords, run: _ChannelRun) -> tuple[fx.Node, Coords, list[fx.Node]]:
     """Upstream through views, joins of channels and writes into fresh tensors; raises _Split where channels part ways."""
     path: list[fx.Node] = []
     while True:
@@ -218,7 +218,7 @@ def _follow(node: fx.Node, coords: Coords, run: _Run) -> tuple[fx.Node, Coords, 
         node, coords = moved
 
 
-def _grows(node: fx.Node, coords: Coords, run: _Run) -> bool:
+def _grows(node: fx.Node, coords: Coords, run: _ChannelRun) -> bool:
     """Whether a join puts new tokens behind cached ones."""
     if op_name(node) == "stack":
         return False
@@ -226,7 +226,7 @@ def _grows(node: fx.Node, coords: Coords, run: _Run) -> bool:
     return bool((coords[:, dim] == run.token).all()) and sizes(node)[dim] == sizes(run.node)[run.roles.index("T")]
 
 
-def _cuts(column: np.ndarray, run: _Run, edges: list[int], node: fx.Node) -> set[int]:
+def _cuts(column: np.ndarray, run: _ChannelRun, edges: list[int], node: fx.Node) -> set[int]:
     """The operand's channels at which a column crosses one of ``edges``."""
     shift = column - run.channel
     if not (shift == shift[0]).all():
@@ -235,7 +235,7 @@ def _cuts(column: np.ndarray, run: _Run, edges: list[int], node: fx.Node) -> set
     return {edge for edge in moved if run.channel.min() < edge <= run.channel.max()}
 
 
-def _through_join(node: fx.Node, coords: Coords, run: _Run) -> tuple[fx.Node, Coords]:
+def _through_join(node: fx.Node, coords: Coords, run: _ChannelRun) -> tuple[fx.Node, Coords]:
     moved = step(node, coords, through_joins=True)
     if moved is not None:
         return moved
@@ -245,7 +245,7 @@ def _through_join(node: fx.Node, coords: Coords, run: _Run) -> tuple[fx.Node, Co
     raise _Split(_cuts(coords[:, dim], run, edges.tolist(), node))
 
 
-def _through_writes(node: fx.Node, coords: Coords, run: _Run) -> tuple[fx.Node, Coords]:
+def _through_writes(node: fx.Node, coords: Coords, run: _ChannelRun) -> tuple[fx.Node, Coords]:
     """From elements of a fresh tensor to the elements that were copied there last."""
     for write in reversed(run.effects.writes[node]):
         if run.effects.order[write] > run.effects.order[run.attention]:
@@ -263,7 +263,7 @@ def _through_writes(node: fx.Node, coords: Coords, run: _Run) -> tuple[fx.Node, 
     raise Miss("attention reads a fresh tensor that is not filled", node, advice="write all its channels before attention reads it")
 
 
-def _slot(trail: Trail, run: _Run) -> tuple[Slot, int]:
+def _slot(trail: Trail, run: _ChannelRun) -> tuple[Slot, int]:
     """The slot at the end of a trail, whole, and the first of its channels that is read."""
     shape = list(sizes(run.node))
     column, first = run.channel - run.channel.min(), 0
@@ -281,7 +281,7 @@ def _slot(trail: Trail, run: _Run) -> tuple[Slot, int]:
     return slot, first
 
 
-def _shared(trail: Trail, shape: tuple[int, ...], run: _Run) -> Slot:
+def _shared(trail: Trail, shape: tuple[int, ...], run: _ChannelRun) -> Slot:
     """The slot at the end of a trail: of heads of its own, or of one head that all heads share, however the operand names them."""
 
     def behind(names: dict[str, str]) -> Slot:
@@ -296,7 +296,7 @@ def _shared(trail: Trail, shape: tuple[int, ...], run: _Run) -> Slot:
         return behind({"BK": "BH"})
 
 
-def _heads(run: _Run, slot: Slot) -> tuple[int, np.ndarray]:
+def _heads(run: _ChannelRun, slot: Slot) -> tuple[int, np.ndarray]:
     """How many heads an operand has, and the head of every sample."""
     for role in ("K", "H"):
         if role in run.roles:

@@ -18,7 +18,7 @@ from kvcompile.passes.match.sites import Miss
 
 
 @dataclass(frozen=True)
-class Side:
+class ProjectionOperand:
     """One operand of a projection at the coordinates of its result; ``summed`` is the dim that is summed over."""
 
     node: fx.Node
@@ -38,7 +38,7 @@ def _biased(node: fx.Node) -> Miss:
     )
 
 
-def sides(node: fx.Node, coords: Coords) -> tuple[Side, Side] | None:
+def sides(node: fx.Node, coords: Coords) -> tuple[ProjectionOperand, ProjectionOperand] | None:
     """Both operands of a product at ``coords`` of its result, the summed dim drawn at random; None where it is no projection."""
     if op_name(node) == "linear":
         arguments = bind(node)
@@ -47,7 +47,8 @@ def sides(node: fx.Node, coords: Coords) -> tuple[Side, Side] | None:
         weight = arguments["weight"]
         inner = _drawn(sizes(weight)[1], len(coords))
         made = np.concatenate([coords[:, :-1], inner[:, None]], axis=1)
-        return Side(arguments["input"], made, made.shape[1] - 1), Side(weight, np.stack([coords[:, -1], inner], axis=1), 1)
+        drawn = np.stack([coords[:, -1], inner], axis=1)
+        return ProjectionOperand(arguments["input"], made, made.shape[1] - 1), ProjectionOperand(weight, drawn, 1)
     found = product(node)
     if found is None:
         return None
@@ -63,7 +64,7 @@ def sides(node: fx.Node, coords: Coords) -> tuple[Side, Side] | None:
     columns = {letter: coords[:, at] for at, letter in enumerate(found.letters)}
     columns |= {"": np.zeros(len(coords), dtype=np.int64), summed[0]: _drawn(sizes(left[0])[left[1].index(summed[0])], len(coords))}
     first, second = (
-        Side(operand, np.stack([columns[letter] for letter in letters], axis=1), letters.index(summed[0]))
+        ProjectionOperand(operand, np.stack([columns[letter] for letter in letters], axis=1), letters.index(summed[0]))
         for operand, letters in (left, right)
     )
     return first, second

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from kvcompile.passes.graph.shapes import sizes
-from kvcompile.passes.match.latent.projections import Side
+from kvcompile.passes.match.latent.projections import ProjectionOperand
 from kvcompile.passes.match.sites import Miss, Projection, WeightDim
 
 
-def projection(weight: Side, heads: int, head: np.ndarray, channel: np.ndarray, inner: int, count: int) -> Projection:
+def projection(weight: ProjectionOperand, heads: int, head: np.ndarray, channel: np.ndarray, inner: int, count: int) -> Projection:
     """The projection of samples ``head`` (of ``heads``) and ``channel`` (of ``count``); raises Miss where it is no matrix for each head."""
     for kept in (n for n in range(1, heads + 1) if heads % n == 0):
         forms = [

@@ -23,23 +23,23 @@ from kvcompile.passes.graph.shapes import at_most, bind, is_tensor, negative, op
 
 
 @dataclass(frozen=True)
-class Linear:
+class LinearForm:
     """An integer linear form of axes: ``sum(coefficient * axis) + const``, where ``const`` is an int or a SymInt of the graph."""
 
     terms: tuple[tuple[str, int], ...] = ()
     const: Any = 0
 
-    def plus(self, other: Linear, sign: int = 1) -> Linear:
+    def plus(self, other: LinearForm, sign: int = 1) -> LinearForm:
         """self + sign * other."""
         found = dict(self.terms)
         for axis, coefficient in other.terms:
             found[axis] = found.get(axis, 0) + sign * coefficient
         terms = sorted((axis, coefficient) for axis, coefficient in found.items() if coefficient)
-        return Linear(tuple(terms), plain(self.const + sign * other.const))
+        return LinearForm(tuple(terms), plain(self.const + sign * other.const))
 
-    def times(self, factor: int) -> Linear:
+    def times(self, factor: int) -> LinearForm:
         """self * factor."""
-        return Linear(tuple((axis, coefficient * factor) for axis, coefficient in self.terms if factor), plain(self.const * factor))
+        return LinearForm(tuple((axis, coefficient * factor) for axis, coefficient in self.terms if factor), plain(self.const * factor))
 
     def of(self, axis: str) -> int:
         """The coefficient of an axis."""
@@ -56,8 +56,8 @@ class Expr:
     op: str
     args: tuple[Expr, ...] = ()
     number: float = 0.0
-    linear: Linear = Linear()
-    origin: tuple[fx.Node, tuple[Linear, ...]] | None = None
+    linear: LinearForm = LinearForm()
+    origin: tuple[fx.Node, tuple[LinearForm, ...]] | None = None
 
     def uses(self, axis: str) -> bool:
         """Whether the value depends on an axis."""
@@ -74,7 +74,7 @@ def number(value: float) -> Expr:
     return Expr("num", number=float(value))
 
 
-Coords = tuple[Linear, ...]
+Coords = tuple[LinearForm, ...]
 COMPARISONS = {"le": "le", "lt": "lt", "ge": "ge", "gt": "gt", "less_equal": "le", "less": "lt", "greater_equal": "ge", "greater": "gt"}
 LOGIC = {
     "bitwise_and": "and", "logical_and": "and", "__and__": "and", "bitwise_or": "or", "logical_or": "or", "__or__": "or",
@@ -91,7 +91,7 @@ WIDE = frozenset({torch.int32, torch.int64, torch.float32, torch.float64})
 def _broadcast(node: fx.Node, coords: Coords) -> Coords:
     shape = sizes(node)
     aligned = coords[len(coords) - len(shape) :]
-    return tuple(Linear() if size == 1 else form for size, form in zip(shape, aligned, strict=True))
+    return tuple(LinearForm() if size == 1 else form for size, form in zip(shape, aligned, strict=True))
 
 
 def _operand(item: Any, coords: Coords) -> Expr:
@@ -104,21 +104,21 @@ def _operand(item: Any, coords: Coords) -> Expr:
         return number(float(item))
     if isinstance(item, fx.Node) and not is_tensor(item):
         if not isinstance(item.meta.get("val"), torch.SymInt):
-            raise _Unknown
+            raise _NotExpressible
         return Expr("idx", linear=integer(item))
-    raise _Unknown
+    raise _NotExpressible
 
 
-def integer(item: Any) -> Linear:
-    """A plain or symbolic int, or the node that holds one, as a linear form; None counts as zero. Raises _Unknown for another node."""
+def integer(item: Any) -> LinearForm:
+    """A plain or symbolic int, or the node that holds one, as a linear form; None counts as zero. Raises _NotExpressible for others."""
     if isinstance(item, fx.Node):
         item = value_of(item)
         if not isinstance(item, (int, torch.SymInt)):
-            raise _Unknown
-    return Linear(const=plain(0 if item is None else item))
+            raise _NotExpressible
+    return LinearForm(const=plain(0 if item is None else item))
 
 
-class _Unknown(Exception):
+class _NotExpressible(Exception):
     """Raised where a value cannot be expressed; the enclosing node becomes a Load."""
 
 
@@ -154,7 +154,7 @@ def _choice(condition: Expr, yes: Expr, no: Expr) -> Expr:
 
 
 def _converted(expr: Expr, source: torch.dtype, target: torch.dtype) -> Expr:
-    """A value of dtype ``source`` cast to ``target``; raises _Unknown where that may change it."""
+    """A value of dtype ``source`` cast to ``target``; raises _NotExpressible where that may change it."""
     if expr.op == "num":
         return number(cast(expr.number, target))
     if boolean(expr) or holds(source, target):
@@ -164,7 +164,7 @@ def _converted(expr: Expr, source: torch.dtype, target: torch.dtype) -> Expr:
     if expr.op == "where":
         condition, yes, no = expr.args
         return _choice(condition, _converted(yes, source, target), _converted(no, source, target))
-    raise _Unknown
+    raise _NotExpressible
 
 
 def _branches(expr: Expr) -> tuple[Expr | None, float, float] | None:
@@ -183,7 +183,7 @@ def _computed(op: str, left: Expr, right: Expr, dtype: torch.dtype) -> Expr | No
         return None
     results = [COMPUTED[op](x, y) for x, y in zip(a[1:], b[1:], strict=True)]
     if any(math.isnan(result) for result in results) or (not dtype.is_signed and min(results) < 0):
-        raise _Unknown
+        raise _NotExpressible
     yes, no = (number(cast(result, dtype)) for result in results)
     condition = a[0] if a[0] is not None else b[0]
     return yes if condition is None else _choice(condition, yes, no)
@@ -195,7 +195,7 @@ def _arithmetic(op: str, node: fx.Node, items: tuple[Any, Any], coords: Coords) 
     left, right = (_exact(item, dtype, coords) for item in items)
     if dtype is torch.bool:
         if op == "sub":
-            raise _Unknown
+            raise _NotExpressible
         return Expr("and" if op == "mul" else "or", (left, right))
     if op == "mul" and boolean(left) and boolean(right):
         return Expr("and", (left, right))
@@ -203,12 +203,12 @@ def _arithmetic(op: str, node: fx.Node, items: tuple[Any, Any], coords: Coords) 
     if found is not None:
         return found
     if dtype not in WIDE:
-        raise _Unknown
+        raise _NotExpressible
     return _combined(op, left, right)
 
 
 def _exact(item: Any, dtype: torch.dtype, coords: Coords) -> Expr:
-    """An operand as ``dtype``, in which an operator computes; raises _Unknown where that may change it."""
+    """An operand as ``dtype``, in which an operator computes; raises _NotExpressible where that may change it."""
     expr = _operand(item, coords)
     if is_tensor(item):
         return _converted(expr, value_of(item).dtype, dtype)
@@ -225,8 +225,8 @@ def _compare(node: fx.Node, coords: Coords) -> Expr:
 def _combined(op: str, left: Expr, right: Expr) -> Expr:
     whole = all(side.op == "idx" or (side.op == "num" and side.number.is_integer()) for side in (left, right))
     if whole and op in {"add", "sub"} and "idx" in {left.op, right.op}:
-        a = left.linear if left.op == "idx" else Linear(const=int(left.number))
-        b = right.linear if right.op == "idx" else Linear(const=int(right.number))
+        a = left.linear if left.op == "idx" else LinearForm(const=int(left.number))
+        b = right.linear if right.op == "idx" else LinearForm(const=int(right.number))
         return Expr("idx", linear=a.plus(b, 1 if op == "add" else -1))
     return Expr(op, (left, right))
 
@@ -236,9 +236,9 @@ def _view(node: fx.Node, coords: Coords) -> Coords:
     inner, outer = sizes(node.args[0]), sizes(node)  # type: ignore[arg-type]
     kept = [form for size, form in zip(outer, coords, strict=True) if size != 1]
     if [size for size in inner if size != 1] != [size for size in outer if size != 1]:
-        raise _Unknown
+        raise _NotExpressible
     rest = iter(kept)
-    return tuple(next(rest) if size != 1 else Linear() for size in inner)
+    return tuple(next(rest) if size != 1 else LinearForm() for size in inner)
 
 
 def _permuted(node: fx.Node, coords: Coords) -> Coords:
@@ -259,12 +259,12 @@ def _sliced(node: fx.Node, coords: Coords) -> Coords:
     arguments = bind(node)
     dim = int(arguments["dim"]) % len(coords)
     if arguments.get("step") not in {1, None}:
-        raise _Unknown
+        raise _NotExpressible
     start, size = integer(arguments.get("start")).const, value_of(node.args[0]).shape[dim]  # type: ignore[arg-type]
     if negative(start):
         start = 0 if negative(start + size) else start + size
     moved = list(coords)
-    moved[dim] = moved[dim].plus(Linear(const=plain(start)))
+    moved[dim] = moved[dim].plus(LinearForm(const=plain(start)))
     return tuple(moved)
 
 
@@ -272,7 +272,7 @@ def _selected(node: fx.Node, coords: Coords) -> Coords:
     arguments = bind(node)
     dim = int(arguments["dim"]) % (len(coords) + 1)
     index, size = integer(arguments["index"]).const, value_of(node.args[0]).shape[dim]  # type: ignore[arg-type]
-    return (*coords[:dim], Linear(const=plain(index + size if negative(index) else index)), *coords[dim:])
+    return (*coords[:dim], LinearForm(const=plain(index + size if negative(index) else index)), *coords[dim:])
 
 
 def _unsqueezed(node: fx.Node, coords: Coords) -> Coords:
@@ -295,16 +295,16 @@ def _gathered(node: fx.Node, coords: Coords) -> Expr:
     arguments = bind(node)
     source, indices = arguments["self"], list(arguments["indices"])
     if any(index is None for index in indices) or len(indices) != len(sizes(source)):
-        raise _Unknown
+        raise _NotExpressible
     picked = []
     for index in indices:
         value = read(index, _broadcast(index, coords))
         if value.op == "num":
-            picked.append(Linear(const=int(value.number)))
+            picked.append(LinearForm(const=int(value.number)))
         elif value.op == "idx":
             picked.append(value.linear)
         else:
-            raise _Unknown
+            raise _NotExpressible
     return read(source, tuple(picked))
 
 
@@ -317,18 +317,18 @@ def _triangle(node: fx.Node, coords: Coords) -> Expr:
 
 
 def _inside(node: fx.Node, coords: Coords) -> Expr:
-    """A padded tensor where all that is read of it lies behind the padding; raises _Unknown elsewhere."""
+    """A padded tensor where all that is read of it lies behind the padding; raises _NotExpressible elsewhere."""
     arguments = bind(node)
     pads = [integer(item).const for item in arguments["pad"]]
     if arguments.get("mode", "constant") != "constant":
-        raise _Unknown
+        raise _NotExpressible
     moved = list(coords)
     for at, (left, right) in enumerate(zip(pads[::2], pads[1::2], strict=True)):
         form = moved[-1 - at]
         # Axes count from zero on.
         if not same(right, 0) or not at_most(left, form.const) or any(coefficient < 0 for _, coefficient in form.terms):
-            raise _Unknown
-        moved[-1 - at] = form.plus(Linear(const=left), -1)
+            raise _NotExpressible
+        moved[-1 - at] = form.plus(LinearForm(const=left), -1)
     return read(node.args[0], tuple(moved))  # type: ignore[arg-type]
 
 
@@ -336,16 +336,16 @@ def _counted(node: fx.Node, coords: Coords) -> Expr:
     arguments = bind(node)
     start, step = arguments.get("start") or 0, arguments.get("step") or 1
     if isinstance(step, fx.Node) or step != int(step) or not holds(torch.int64, value_of(node).dtype):
-        raise _Unknown
+        raise _NotExpressible
     if not isinstance(start, fx.Node) and start != int(start):
-        raise _Unknown
+        raise _NotExpressible
     return Expr("idx", linear=coords[0].times(int(step)).plus(integer(start)))
 
 
 def _copied(node: fx.Node, coords: Coords) -> Expr:
     source: Any = node.args[0]
     if op_name(node) == "dropout" and node.args[1] and node.args[2]:
-        raise _Unknown
+        raise _NotExpressible
     return _converted(read(source, coords), value_of(source).dtype, value_of(node).dtype)
 
 
@@ -367,7 +367,7 @@ def _compute(node: fx.Node, coords: Coords) -> Expr:
     if name in {"full", "ones", "zeros", "new_ones", "new_zeros", "ones_like", "zeros_like", "full_like", "new_full"}:
         value = 1.0 if "ones" in name else 0.0 if "zeros" in name else constant(bind(node)["fill_value"])
         if value is None:
-            raise _Unknown
+            raise _NotExpressible
         return number(cast(value, value_of(node).dtype))
     if name in COMPARISONS:
         return _compare(node, coords)
@@ -390,13 +390,13 @@ def _compute(node: fx.Node, coords: Coords) -> Expr:
         return _inside(node, coords)
     if name in {"tril", "triu"}:
         return _triangle(node, coords)
-    raise _Unknown
+    raise _NotExpressible
 
 
 def read(node: fx.Node, coords: Coords) -> Expr:
     """The value of a tensor node at coordinates, as an expression of the axes."""
     try:
         value = _compute(node, coords)
-    except _Unknown:
+    except _NotExpressible:
         return Expr("load", origin=(node, coords))
     return value if value.origin is not None or value.op in {"num", "idx"} else replace(value, origin=(node, coords))

@@ -29,7 +29,7 @@ from kvcompile.passes.graph.constants import known
 from kvcompile.passes.graph.effects import Effects
 from kvcompile.passes.graph.shapes import estimate, same, value_of
 from kvcompile.passes.match.attention.steps import LEAST_FACTOR, SEEN, UNSEEN
-from kvcompile.passes.match.mask.expressions import Expr, Linear, read
+from kvcompile.passes.match.mask.expressions import Expr, LinearForm, read
 from kvcompile.passes.match.sites import Amount, Attention, Bounds, Limit, LimitKind, MaskKind, MaskTerm, Miss
 from kvcompile.passes.match.soundness import settled
 
@@ -121,12 +121,12 @@ def _conjuncts(expr: Expr) -> list[Expr]:
     return [expr]
 
 
-def _sum(expr: Expr, sign: int, form: Linear, atoms: list[tuple[int, Expr]]) -> Linear:
+def _sum(expr: Expr, sign: int, form: LinearForm, atoms: list[tuple[int, Expr]]) -> LinearForm:
     """Flatten sums down to what no longer depends on the position; those parts stay whole, as atoms."""
     if expr.op == "num":
         if not expr.number.is_integer():
             raise _Carried
-        return form.plus(Linear(const=int(expr.number)), sign)
+        return form.plus(LinearForm(const=int(expr.number)), sign)
     if expr.op == "idx":
         return form.plus(expr.linear, sign)
     if expr.op in {"add", "sub"} and expr.uses("T"):
@@ -138,7 +138,7 @@ def _sum(expr: Expr, sign: int, form: Linear, atoms: list[tuple[int, Expr]]) -> 
     return form
 
 
-def _limit(atoms: list[tuple[int, Expr]], form: Linear, wanted: int, offset: Any, effects: Effects) -> Limit:
+def _limit(atoms: list[tuple[int, Expr]], form: LinearForm, wanted: int, offset: Any, effects: Effects) -> Limit:
     """The limit from ``position <= atoms + form``: one tensor of positions, or the query's own index."""
     own = form.of("S") * wanted
     offset, amount = _split(offset)
@@ -186,14 +186,14 @@ def _plain(expr: Expr, axis: str, effects: Effects) -> tuple[fx.Node, tuple[str,
 def _compared(expr: Expr, effects: Effects) -> tuple[bool, Limit]:
     """(is it an upper limit, the limit) of one comparison."""
     atoms: list[tuple[int, Expr]] = []
-    form = _sum(expr.args[1], -1, _sum(expr.args[0], 1, Linear(), atoms), atoms)
+    form = _sum(expr.args[1], -1, _sum(expr.args[0], 1, LinearForm(), atoms), atoms)
     op, side = expr.op, form.of("T")
     if side not in {1, -1}:
         raise _Carried
     if side == -1:
         op = MIRRORED[op]
     # side * (position) <op> -(atoms + rest), so everything else changes sign with the side.
-    rest = form.plus(Linear((("T", side),)), -1)
+    rest = form.plus(LinearForm((("T", side),)), -1)
     offset = -side * rest.const
     limit = _limit(atoms, rest, -side, offset, effects)
     shift = {"le": 0, "lt": -1, "ge": 0, "gt": 1}[op]
@@ -214,7 +214,7 @@ def _padding(expr: Expr, effects: Effects) -> tuple[object, tuple[str, ...]]:
 
 
 def _function(term: MaskTerm) -> Expr:
-    return read(term.node, tuple(Linear(((role, 1),)) if role else Linear() for role in term.roles))
+    return read(term.node, tuple(LinearForm(((role, 1),)) if role else LinearForm() for role in term.roles))
 
 
 def _term(term: MaskTerm, bounds: dict[str, object], effects: Effects) -> None:

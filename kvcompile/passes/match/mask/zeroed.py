@@ -24,12 +24,12 @@ from kvcompile.passes.graph.effects import Effects
 from kvcompile.passes.graph.operators import COPIES
 from kvcompile.passes.graph.shapes import bind, is_tensor, op_name, sizes
 from kvcompile.passes.match.attention.weights import zero_or_one
-from kvcompile.passes.match.mask.expressions import Coords, Expr, Linear, read
+from kvcompile.passes.match.mask.expressions import Coords, Expr, LinearForm, read
 from kvcompile.passes.match.mask.masks import conditions, conjuncts, negated
 from kvcompile.passes.match.sites import Attention, MaskTerm, Miss, Zeroed
 from kvcompile.passes.match.soundness import settled
 
-TOKEN = Linear((("T", 1),))
+TOKEN = LinearForm((("T", 1),))
 UNREACHED = -1e9
 """A number that scores of tokens which are seen do not come near: e to the power of it less the largest of them is 0 in every dtype."""
 ABSENT = frozenset({"isinf", "isneginf", "isnan"})
@@ -135,7 +135,7 @@ class _Asked:
             if own is not None:
                 # A dim of size one has one place only, however it is named.
                 wide = [size != 1 for size in sizes(node)]
-                return all(form == Linear(((role, 1),)) for form, role, many in zip(coords, own, wide, strict=True) if many)
+                return all(form == LinearForm(((role, 1),)) for form, role, many in zip(coords, own, wide, strict=True) if many)
             if op_name(node) == "amax":
                 inside = _over_tokens(node, coords)
                 if inside is None:
@@ -159,4 +159,4 @@ def _over_tokens(node: fx.Node, coords: Coords) -> Coords | None:
     rest = coords if len(coords) < len(shape) else (*coords[:dim], *coords[dim + 1 :])
     if any(form.of("T") for form in rest):
         return None
-    return (*rest[:dim], TOKEN if shape[dim] != 1 else Linear(), *rest[dim:])
+    return (*rest[:dim], TOKEN if shape[dim] != 1 else LinearForm(), *rest[dim:])

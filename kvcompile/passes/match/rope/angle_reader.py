@@ -21,7 +21,7 @@ from kvcompile.passes.graph.effects import Effects
 from kvcompile.passes.graph.operators import COPIES, JOINS, Kind, named
 from kvcompile.passes.graph.pullback import Coords, broadcast, join_parts, step
 from kvcompile.passes.graph.shapes import bind, hint, is_tensor, op_name, operand, sizes, value_of
-from kvcompile.passes.match.rope.angles import Part, Spread, Step
+from kvcompile.passes.match.rope.angles import AngleStep, ComplexPart, Spread
 from kvcompile.passes.match.sites import Miss
 
 UNARY = {"cos", "sin", "neg", "exp", "log", "reciprocal", "sqrt", "rsqrt", "abs"}
@@ -32,7 +32,7 @@ LOOKUPS = {"index", "embedding", "index_select", "gather"}
 SLICES = named(Kind.SLICE)
 SLICE = "where a slice of a table begins"
 
-Read = tuple[Step, list[np.ndarray]]
+Read = tuple[AngleStep, list[np.ndarray]]
 """A step without channels, and for each of its leaves along the channels, in order, which entry every sample reads."""
 
 
@@ -52,7 +52,7 @@ class Reader:
     constants: list[fx.Node] = field(default_factory=list)
     position: tuple[Any, ...] | None = None
 
-    def read(self, node: fx.Node, coords: Coords, rows: np.ndarray, part: Part = Part.NONE) -> Read:
+    def read(self, node: fx.Node, coords: Coords, rows: np.ndarray, part: ComplexPart = ComplexPart.NONE) -> Read:
         """The value of ``node`` at ``coords``, of the samples ``rows``."""
         self._unwritten(node)
         name = op_name(node)
@@ -63,7 +63,7 @@ class Reader:
         if node.op in {"placeholder", "get_attr"}:
             return self._leaf("constant", node, coords, part, ())
         if (number := constant(node)) is not None:
-            return Step("number", (number,)), []
+            return AngleStep("number", (number,)), []
         if (found := self._looked_up(node, coords, rows, part)) is not None:
             return found
         if name in COPIES:
@@ -73,10 +73,10 @@ class Reader:
         if name in {"view_as_real", "view_as_complex", "complex", "polar"}:
             return self._complex(node, coords, rows, part)
         if name in {"ones_like", "ones", "zeros_like", "zeros"}:
-            return Step("number", (1.0 if name.startswith("ones") else 0.0,)), []
-        if name in UNARY | BINARY and part is Part.NONE:
+            return AngleStep("number", (1.0 if name.startswith("ones") else 0.0,)), []
+        if name in UNARY | BINARY and part is ComplexPart.NONE:
             return self._elementwise(node, coords, rows)
-        if name in PRODUCTS | OUTER | {"einsum"} and part is Part.NONE:
+        if name in PRODUCTS | OUTER | {"einsum"} and part is ComplexPart.NONE:
             return self._outer(node, coords, rows)
         moved = step(node, coords)
         if moved is None:
@@ -98,7 +98,7 @@ class Reader:
         start, end, by = arguments.get("start") or 0, arguments["end"], arguments.get("step") or 1
         if any(isinstance(item, fx.Node) for item in (start, end, by)):
             raise changed("they count from a number that changes", node)
-        return Step("arange", (start, end, by, value_of(node).dtype)), [coords[:, 0]]
+        return AngleStep("arange", (start, end, by, value_of(node).dtype)), [coords[:, 0]]
 
     def _integer(self, node: fx.Node, coords: Coords, rows: np.ndarray) -> Read:
         while (moved := step(node, coords)) is not None:
@@ -114,7 +114,7 @@ class Reader:
         """The one position that all angles depend on; dims in which it does not change are part of its identity."""
         still = tuple((dim, int(column[0])) for dim, column in enumerate(coords.T) if (column == column[0]).all())
         self._only((node, still), node)
-        return Step("position"), []
+        return AngleStep("position"), []
 
     def _only(self, position: tuple[Any, ...], node: fx.Node) -> None:
         if self.position is not None and self.position != position:
@@ -123,7 +123,7 @@ class Reader:
 
     # --- leaves ----------------------------------------------------------------------------------
 
-    def _leaf(self, kind: str, node: fx.Node, coords: Coords, part: Part, moving: tuple[int, ...]) -> Read:
+    def _leaf(self, kind: str, node: fx.Node, coords: Coords, part: ComplexPart, moving: tuple[int, ...]) -> Read:
         """A constant of the model; the dims in ``moving`` are indexed by the position."""
         if not is_tensor(node) or node.op not in {"placeholder", "get_attr"}:
             raise changed(f"they are looked up in the result of {op_name(node)}", node)
@@ -139,10 +139,10 @@ class Reader:
                 raise changed("they come from outside of this graph, not from a position in it", node)
         if node not in self.constants:
             self.constants.append(node)
-        found = Step(kind, (*moving, self.constants.index(node), tuple(fixed), along, part))
+        found = AngleStep(kind, (*moving, self.constants.index(node), tuple(fixed), along, part))
         return found, [] if along is None else [coords[:, along]]
 
-    def _looked_up(self, node: fx.Node, coords: Coords, rows: np.ndarray, part: Part) -> Read | None:
+    def _looked_up(self, node: fx.Node, coords: Coords, rows: np.ndarray, part: ComplexPart) -> Read | None:
         """A table's row at the position: gathered, or a slice of as many rows as there are tokens."""
         name = op_name(node)
         if name in SLICES and (dim := self._sliced_along_tokens(node, coords, rows)) is not None:
@@ -157,7 +157,7 @@ class Reader:
         else:
             dim, index, where, rest = _indexed(node, name, arguments, coords)
         found, _ = self.read(index, where, rows)
-        if found != Step("position"):
+        if found != AngleStep("position"):
             raise changed("they are looked up at something else than the position", node)
         source = operand(node) if name != "embedding" else arguments["weight"]
         return self._table(source, rest, dim, part)
@@ -172,7 +172,7 @@ class Reader:
         # One row of a table is a position too where nothing else was.
         return dim if along and (self.tokens > 1 or self.position is None or self.position[0] == SLICE) else None
 
-    def _table(self, node: fx.Node, coords: Coords, dim: int, part: Part) -> Read:
+    def _table(self, node: fx.Node, coords: Coords, dim: int, part: ComplexPart) -> Read:
         """The constant behind a table whose ``dim`` is indexed by the position: which of its own dims that is shows when it moves."""
         casts: list[tuple[fx.Node, fx.Node]] = []
         here, there = coords.copy(), coords.copy()
@@ -181,8 +181,8 @@ class Reader:
             self._unwritten(node)
             name = op_name(node)
             if name == "view_as_complex":
-                half = np.full((len(here), 1), part is Part.IMAG)
-                node, here, there, part = operand(node), np.hstack([here, half]), np.hstack([there, half]), Part.NONE
+                half = np.full((len(here), 1), part is ComplexPart.IMAG)
+                node, here, there, part = operand(node), np.hstack([here, half]), np.hstack([there, half]), ComplexPart.NONE
                 continue
             moved, other = step(node, here), step(node, there)
             if moved is None or other is None:
@@ -203,7 +203,7 @@ class Reader:
 
     # --- operators -------------------------------------------------------------------------------
 
-    def _joined(self, node: fx.Node, coords: Coords, rows: np.ndarray, part: Part) -> Read:
+    def _joined(self, node: fx.Node, coords: Coords, rows: np.ndarray, part: ComplexPart) -> Read:
         """Through cat and stack, where all operands are the same function."""
         parts = [(at, self.read(source, moved, rows[at], part)) for source, at, moved in join_parts(node, coords)]
         found, columns = parts[0][1]
@@ -215,22 +215,22 @@ class Reader:
                 target[at] = column
         return found, merged
 
-    def _complex(self, node: fx.Node, coords: Coords, rows: np.ndarray, part: Part) -> Read:
+    def _complex(self, node: fx.Node, coords: Coords, rows: np.ndarray, part: ComplexPart) -> Read:
         name = op_name(node)
         if name == "view_as_complex":
-            half = np.full((len(coords), 1), part is Part.IMAG, dtype=np.int64)
+            half = np.full((len(coords), 1), part is ComplexPart.IMAG, dtype=np.int64)
             return self.read(operand(node), np.hstack([coords, half]), rows)
         if name == "complex":
-            source = operand(node, part is Part.IMAG)
+            source = operand(node, part is ComplexPart.IMAG)
             return self.read(source, broadcast(source, coords), rows)
         if name == "polar":
             length, angle = (self.read(item, broadcast(item, coords), rows) for item in (operand(node), operand(node, 1)))
-            turned = Step("sin.default" if part is Part.IMAG else "cos.default", (angle[0],))
-            return Step("mul.Tensor", (length[0], turned)), length[1] + angle[1]
+            turned = AngleStep("sin.default" if part is ComplexPart.IMAG else "cos.default", (angle[0],))
+            return AngleStep("mul.Tensor", (length[0], turned)), length[1] + angle[1]
         halves = set(coords[:, -1].tolist())
         if len(halves) != 1:
             raise changed("real and imaginary parts are mixed", node)
-        return self.read(operand(node), coords[:, :-1], rows, Part.IMAG if halves.pop() else Part.REAL)
+        return self.read(operand(node), coords[:, :-1], rows, ComplexPart.IMAG if halves.pop() else ComplexPart.REAL)
 
     def _elementwise(self, node: fx.Node, coords: Coords, rows: np.ndarray) -> Read:
         if node.kwargs:
@@ -246,7 +246,7 @@ class Reader:
                 parts.append(item)
             else:
                 raise changed("a number that changes takes part", node)
-        return Step(_overload(node), tuple(parts)), columns
+        return AngleStep(_overload(node), tuple(parts)), columns
 
     def _outer(self, node: fx.Node, coords: Coords, rows: np.ndarray) -> Read:
         """A product without a sum: an outer product, or a matrix product over a dim of size one."""
@@ -265,7 +265,7 @@ class Reader:
                 second = np.column_stack([coords[:, :-2], zero, coords[:, -1]])
                 places = broadcast(left, first), broadcast(right, second)
         a, b = self.read(left, places[0], rows), self.read(right, places[1], rows)
-        return Step("mul.Tensor", (a[0], b[0])), a[1] + b[1]
+        return AngleStep("mul.Tensor", (a[0], b[0])), a[1] + b[1]
 
 
 def _cast(found: Read, before: fx.Node | None, after: fx.Node) -> Read:
@@ -277,7 +277,7 @@ def _cast(found: Read, before: fx.Node | None, after: fx.Node) -> Read:
         return found
     if dtype.is_complex:
         raise changed("they become complex by a cast", after)
-    return Step("cast", (found[0], dtype)), found[1]
+    return AngleStep("cast", (found[0], dtype)), found[1]
 
 
 def _overload(node: fx.Node) -> str:
@@ -336,8 +336,8 @@ def _range(column: np.ndarray, own: np.ndarray, count: int) -> tuple[int, int, i
     return (first, count, stride) if stride > 0 and (column == first + stride * own).all() else None
 
 
-def with_ranges(found: Step, ranges: list[tuple[int, int, int]]) -> Step:
+def with_ranges(found: AngleStep, ranges: list[tuple[int, int, int]]) -> AngleStep:
     """The step with every leaf along the channels given its range, in order; takes them off the list."""
     if found.op == "arange" or (found.op in {"constant", "lookup"} and found.args[-2] is not None):
         return replace(found, args=(*found.args, *ranges.pop(0)))
-    return replace(found, args=tuple(with_ranges(arg, ranges) if isinstance(arg, Step) else arg for arg in found.args))
+    return replace(found, args=tuple(with_ranges(arg, ranges) if isinstance(arg, AngleStep) else arg for arg in found.args))

@@ -19,7 +19,7 @@ import torch
 aten = torch.ops.aten
 
 
-class Part(enum.Enum):
+class ComplexPart(enum.Enum):
     """Which half of a complex number; NONE of a real one."""
 
     NONE = "none"
@@ -36,7 +36,7 @@ class Spread(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Step:
+class AngleStep:
     """One step of the expression: an ATen overload's name over steps and numbers, or one of the leaves below.
 
     ``position``  the token's position, an integer
@@ -53,15 +53,15 @@ class Step:
     @property
     def moves(self) -> bool:
         """Whether the value depends on the position."""
-        return self.op in {"position", "lookup"} or any(isinstance(arg, Step) and arg.moves for arg in self.args)
+        return self.op in {"position", "lookup"} or any(isinstance(arg, AngleStep) and arg.moves for arg in self.args)
 
 
 @dataclass(frozen=True)
 class Angles:
     """The factors of a rotation: cosine and sine of ``width`` channels as functions of the position."""
 
-    cos: Step
-    sin: Step
+    cos: AngleStep
+    sin: AngleStep
     spread: Spread
     width: int
 
@@ -87,7 +87,7 @@ class _Maker:
     constants: Sequence[Any]
     shapes: Sequence[Sequence[int]]
     device: Any
-    made: dict[Step, Any] = field(default_factory=dict)
+    made: dict[AngleStep, Any] = field(default_factory=dict)
 
     def spread(self, value: Any, spread: Spread) -> Any:
         if spread is Spread.HALVES:
@@ -96,13 +96,13 @@ class _Maker:
 
     def make(self, found: Any) -> Any:
         """The value of a step, [1 or B, T, channels] up to broadcasting."""
-        if not isinstance(found, Step):
+        if not isinstance(found, AngleStep):
             return found
         if found not in self.made:
             self.made[found] = self._make(found)
         return self.made[found]
 
-    def _make(self, found: Step) -> Any:
+    def _make(self, found: AngleStep) -> Any:
         if found.op == "position":
             return self.position
         if found.op == "number":
@@ -124,14 +124,14 @@ class _Maker:
                 values = [values[1], values[0], *values[2:]]
         return self.call(getattr(getattr(aten, name), overload), *values)
 
-    def _constant(self, found: Step) -> Any:
+    def _constant(self, found: AngleStep) -> Any:
         args = list(found.args)
         moving = args.pop(0) if found.op == "lookup" else None
         index, fixed, along, part, *span = args
         value, rank = self.constants[index], len(self.shapes[index])
-        if part is not Part.NONE:
+        if part is not ComplexPart.NONE:
             value = self.call(aten.view_as_real.default, value)
-            value = self.call(aten.select.int, value, rank, int(part is Part.IMAG))
+            value = self.call(aten.select.int, value, rank, int(part is ComplexPart.IMAG))
         for dim, at in sorted(fixed, reverse=True):
             value = self.call(aten.select.int, value, dim, at)
         if moving is None:

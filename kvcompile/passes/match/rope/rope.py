@@ -29,7 +29,7 @@ from kvcompile.passes.graph.operators import JOINS
 from kvcompile.passes.graph.pullback import Coords, broadcast, join_parts, step
 from kvcompile.passes.graph.shapes import bind, hint, is_tensor, op_name, operand, sizes
 from kvcompile.passes.match.rope.angle_reader import Reader, changed, spread_of, with_ranges
-from kvcompile.passes.match.rope.angles import Angles, Part, Step
+from kvcompile.passes.match.rope.angles import Angles, AngleStep, ComplexPart
 from kvcompile.passes.match.sites import Miss, Slot
 
 
@@ -49,7 +49,7 @@ class _Piece:
     node: fx.Node
     coords: Coords
     rows: np.ndarray
-    part: Part
+    part: ComplexPart
     sign: int
 
 
@@ -67,7 +67,7 @@ class _Expansion:
 
     def __init__(self, effects: Effects) -> None:
         self.effects = effects
-        self.bases: list[tuple[fx.Node, Part]] = []
+        self.bases: list[tuple[fx.Node, ComplexPart]] = []
 
     def forward(self, piece: _Piece) -> list[_Piece] | None:
         """One step upstream through what only moves, negates or casts elements; None where values are made."""
@@ -80,15 +80,15 @@ class _Expansion:
         if name == "neg":
             return [_Piece(operand(node), coords, rows, part, -sign)]
         if name in {"real", "imag"}:
-            return [_Piece(operand(node), coords, rows, Part.REAL if name == "real" else Part.IMAG, sign)]
+            return [_Piece(operand(node), coords, rows, ComplexPart.REAL if name == "real" else ComplexPart.IMAG, sign)]
         if name == "view_as_complex":
-            half = np.full((len(rows), 1), part is Part.IMAG, dtype=np.int64)
-            return [_Piece(operand(node), np.hstack([coords, half]), rows, Part.NONE, sign)]
+            half = np.full((len(rows), 1), part is ComplexPart.IMAG, dtype=np.int64)
+            return [_Piece(operand(node), np.hstack([coords, half]), rows, ComplexPart.NONE, sign)]
         if name == "complex":
-            source = operand(node, part is Part.IMAG)
-            return [_Piece(source, broadcast(source, coords), rows, Part.NONE, sign)]
+            source = operand(node, part is ComplexPart.IMAG)
+            return [_Piece(source, broadcast(source, coords), rows, ComplexPart.NONE, sign)]
         if name == "view_as_real":
-            halves = [(np.flatnonzero(coords[:, -1] == at), half) for at, half in ((0, Part.REAL), (1, Part.IMAG))]
+            halves = [(np.flatnonzero(coords[:, -1] == at), half) for at, half in ((0, ComplexPart.REAL), (1, ComplexPart.IMAG))]
             return [_Piece(operand(node), coords[at, :-1], rows[at], half, sign) for at, half in halves if len(at)]
         if name == "_conj":
             return None
@@ -115,14 +115,14 @@ class _Expansion:
             yield _Product(piece.rows, piece.sign, (piece,))
 
     def _product(self, piece: _Piece) -> Iterator[_Product]:
-        if piece.part is Part.NONE:
+        if piece.part is ComplexPart.NONE:
             yield _Product(piece.rows, piece.sign, (self._operand(piece, 0), self._operand(piece, 1)))
             return
         left, right = self._operand(piece, 0), self._operand(piece, 1)
         # (a + bi)(c + di) = ac - bd + (ad + bc)i
-        pairs = [(Part.REAL, Part.REAL, 1), (Part.IMAG, Part.IMAG, -1)]
-        if piece.part is Part.IMAG:
-            pairs = [(Part.REAL, Part.IMAG, 1), (Part.IMAG, Part.REAL, 1)]
+        pairs = [(ComplexPart.REAL, ComplexPart.REAL, 1), (ComplexPart.IMAG, ComplexPart.IMAG, -1)]
+        if piece.part is ComplexPart.IMAG:
+            pairs = [(ComplexPart.REAL, ComplexPart.IMAG, 1), (ComplexPart.IMAG, ComplexPart.REAL, 1)]
         for a, b, sign in pairs:
             factors = tuple(_Piece(item.node, item.coords, item.rows, part, 1) for item, part in ((left, a), (right, b)))
             yield _Product(piece.rows, piece.sign * sign, factors)
@@ -192,7 +192,7 @@ def recognise(slot: Slot, effects: Effects) -> KeyRope:
     coords, token, outer = _samples(slot)
     rows = np.arange(len(coords))
     expansion = _Expansion(effects)
-    whole = _Piece(slot.write.values, coords, rows, Part.NONE, 1)
+    whole = _Piece(slot.write.values, coords, rows, ComplexPart.NONE, 1)
     terms = list(expansion.products(whole))
     pairs: list[list[tuple[_Product, int]]] = [[] for _ in rows]
     for term in terms:
@@ -279,7 +279,7 @@ def _rotation(factors: _Factors, token: np.ndarray, outer: int, width: int, slot
             cosine = with_ranges(cos[0], ranges)
             sine = with_ranges(sin[0], ranges)
             if direction < 0:
-                sine = Step("neg.default", (sine,))
+                sine = AngleStep("neg.default", (sine,))
             return KeyRope(Angles(cosine, sine, spread, width), tuple(reader.constants), interleaved)
     raise Miss("the channels are paired in a way that is no known rotation", slot.write.node)
 
@@ -306,13 +306,13 @@ def _cosines(factors: _Factors, width: int, interleaved: bool, direction: int) -
     return first if paired and distinct else None
 
 
-def _angle(reader: Reader, factors: _Factors, which: np.ndarray, outer: int, width: int) -> tuple[Step, list[np.ndarray]]:
+def _angle(reader: Reader, factors: _Factors, which: np.ndarray, outer: int, width: int) -> tuple[AngleStep, list[np.ndarray]]:
     """The angle of one of the terms, the same function of every head, row and token, and its leaves' channels [width]."""
     chosen = [factors.angle[place][row] for row, place in enumerate(which.reshape(-1))]
-    groups: dict[tuple[fx.Node, Part], list[int]] = {}
+    groups: dict[tuple[fx.Node, ComplexPart], list[int]] = {}
     for row, piece in enumerate(chosen):
         groups.setdefault((piece.node, piece.part), []).append(row)  # type: ignore[union-attr]
-    found: Step | None = None
+    found: AngleStep | None = None
     columns: list[np.ndarray] = []
     for (node, part), members in groups.items():
         coords = np.concatenate([chosen[row].coords for row in members])  # type: ignore[union-attr]
