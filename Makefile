@@ -1,5 +1,5 @@
-# make demo | make test | make slow | make lint | make accept: each does its whole set-up on a fresh machine, and does it again only
-# when pyproject.toml changed. Torch goes in first and pinned, so that nothing else chooses it.
+# make demo | make test | make slow | make lint | make accept | make hooks: each does its whole set-up on a fresh machine, and
+# does it again only when pyproject.toml changed. Torch goes in first and pinned, so that nothing else chooses it.
 
 TORCH ?= torch==2.13.0
 PINS ?=
@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 BIN := $(VENV)/bin
 MODERN := import sys; sys.exit(sys.version_info < (3, 11))
 
-.PHONY: demo test suite slow oldest lint accept clean
+.PHONY: demo test suite slow oldest lint hooks accept clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -40,6 +40,10 @@ accept: $(READY)
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# Git runs ruff and mypy on what is committed from now on, and looks at the subject's length.
+hooks: $(READY)
+	$(BIN)/pre-commit install
 
 $(READY): pyproject.toml
 	@test -x $(BIN)/python || { \
