@@ -1,4 +1,4 @@
-# make demo | make test | make slow | make lint | make accept | make hooks: each does its whole set-up on a fresh machine, and
+# make demo | make test | make slow | make lint | make accept | make wheel | make hooks: each does its whole set-up on a fresh machine, and
 # does it again only when pyproject.toml changed. Torch goes in first and pinned, so that nothing else chooses it.
 
 TORCH ?= torch==2.13.0
@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 BIN := $(VENV)/bin
 MODERN := import sys; sys.exit(sys.version_info < (3, 11))
 
-.PHONY: demo test suite slow oldest lint hooks accept clean
+.PHONY: demo test suite slow oldest lint wheel hooks accept clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -40,6 +40,14 @@ accept: $(READY)
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# The wheel, tried away from the checkout: what it forgot to pack (a module, a kernel's template) fails here.
+wheel: $(READY)
+	rm -rf build dist
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	$(BIN)/python -m pip install --quiet --no-deps --target dist/unpacked dist/*.whl
+	cd dist && PYTHONPATH=unpacked ../$(BIN)/python -m kvcompile explain hf:llama --scheme int4 --strict
+	cd dist && PYTHONPATH=unpacked ../$(BIN)/python -m kvcompile dump hf:llama --scheme int4 --stage triton -o llama.py
 
 # Git runs ruff and mypy on what is committed from now on, and looks at the subject's length.
 hooks: $(READY)
