@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks.accept.cases import all_cases, by_id, cpu_slice
 from benchmarks.accept.outcomes import Outcome, Result
-from benchmarks.accept.table import as_json, markdown, screen, summary
+from benchmarks.accept.table import as_csv, as_json, count_table, screen, summary
 
 
 def _arguments(given: Sequence[str] | None) -> argparse.Namespace:
@@ -33,7 +33,8 @@ def _arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=0, help="seconds a case may take (default: 150 with a GPU, 600 without)")
     parser.add_argument("--all-rows", action="store_true", help="show all results in the table, not the failures alone")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all results as JSON")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write all results as a markdown table")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write all results as CSV, one row a case")
+    parser.add_argument("--count", type=Path, nargs="+", metavar="CSV", help="count the cases of such files by outcome, run nothing")
     return parser.parse_args(given)
 
 
@@ -73,14 +74,17 @@ def _about() -> dict[str, str]:
 def _written(options: argparse.Namespace, results: Sequence[Result], about: dict[str, str]) -> None:
     if options.json:
         options.json.write_text(as_json(results, about))
-    if options.markdown:
-        options.markdown.write_text(markdown(results, ", ".join(f"{name} {value}" for name, value in about.items()) + "."))
+    if options.csv:
+        options.csv.write_text(as_csv(results))
 
 
 def main(given: Sequence[str] | None = None) -> int:
     """Run the cases that the arguments name; return 0 where none failed and all were run, 1 otherwise."""
     started, options, console = time.monotonic(), _arguments(given), Console()
     layers = options.layers or (1 if options.slice == "cpu" else 2)
+    if options.count:
+        print(count_table(options.count), end="")
+        return 0
     if options.case:
         return _one(options.case, layers, console)
     names = _chosen(options)

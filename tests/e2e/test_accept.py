@@ -23,7 +23,7 @@ from benchmarks.accept.oracles import Oracle, round_trip, scheme_of
 from benchmarks.accept.outcomes import Outcome, Result
 from benchmarks.accept.run import ASK, Pool, _Worker
 from benchmarks.accept.subjects import Words
-from benchmarks.accept.table import as_json, markdown, summary
+from benchmarks.accept.table import as_csv, as_json, count_table, read_csv, summary
 from kvcompile.schemes import SCHEMES
 from kvcompile.types import Role, SlotSpec
 
@@ -246,12 +246,29 @@ def test_cases_after_the_deadline_are_not_run(tmp_path: Path) -> None:
     assert {result.outcome for result in pool.results(["a", "b"])} == {Outcome.NOT_RUN}
 
 
-def test_tables() -> None:
-    results = [Result("a", Outcome.RIGHT, error=1e-6, tolerance=2e-5, graphs=3, stock=3), Result("b", Outcome.CRASHED, "x | y")]
+def test_tables(tmp_path: Path) -> None:
+    results = [
+        Result("b", Outcome.CRASHED, 'x, "y" in /a/lib/site-packages/torch/z.py', seconds=3.4),
+        Result("a", Outcome.RIGHT, error=1e-6, tolerance=2e-5, eager=0.0, graphs=3, stock=3),
+    ]
     assert summary(results) == "2 cases: 1 right, 1 crashed"
-    page = markdown(results, "Made here.")
-    assert page.index("| b | crashed") < page.index("| a | right | 1e-06 / 2e-05") and "x \\| y" in page
+    path = tmp_path / "run.csv"
+    path.write_text(as_csv(results))
+    right, crashed = read_csv(path)
+    assert list(right.values()) == ["a", "right", "1e-06", "2e-05", "0e+00", "", "3", "3", "0", ""]
+    assert (crashed["case"], crashed["seconds"], crashed["why"], crashed["graphs"]) == ("b", "3", 'x, "y" in torch/z.py', "")
     assert '"outcome": "crashed"' in as_json(results, {})
+
+
+def test_counts_of_written_tables(tmp_path: Path) -> None:
+    """Refused cases are counted by reason, other outcomes as they are; a file without an outcome has 0."""
+    first, second = tmp_path / "first.csv", tmp_path / "second.csv"
+    first.write_text(as_csv([Result("a", Outcome.RIGHT), Result("b", Outcome.REFUSED, "pools"), Result("c", Outcome.REFUSED, "windows")]))
+    second.write_text(as_csv([Result("a", Outcome.OUTSIDE, "x"), Result("b", Outcome.REFUSED, "pools")]))
+    assert [line.strip("| ").split(" | ") for line in count_table([first, second]).splitlines()] == [
+        ["outcome", "why", "first", "second"], ["---"] * 4, ["right", "", "1", "0"], ["refused", "pools", "1", "1"],
+        ["refused", "windows", "1", "0"], ["outside", "", "0", "1"], ["all", "", "3", "2"],
+    ]
 
 
 # --- the slice ------------------------------------------------------------------------------------------

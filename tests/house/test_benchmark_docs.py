@@ -1,12 +1,17 @@
-"""Documents and benchmarks: a command that a document names runs in the tree, or its study is listed with a commit."""
+"""Documents and benchmarks: what a document names is in the tree or listed with a commit, and counts on pages are those of tables."""
 
 from __future__ import annotations
 
+import csv
 import re
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 import pytest
+
+from benchmarks.accept.table import count_table, read_csv
+from kvcompile.tools.cli import survey_table, trial
 
 ROOT = Path(__file__).resolve().parents[2]
 STUDIES = ROOT / "benchmarks/STUDIES.md"
@@ -54,3 +59,20 @@ def test_studies_are_at_the_commits_that_are_named() -> None:
             pytest.skip("the commits of the studies are not in this clone")
         assert re.search(rf"(?m)^benchmarks/(extensions/)?{script[1]}$", listed.stdout), (name, commit)
         assert not list((ROOT / "benchmarks").rglob(Path(script[1]).name)), f"{name} is in the tree"
+
+
+def test_counts_of_acceptance_runs_are_those_of_their_tables() -> None:
+    page = (ROOT / "benchmarks/TABLES.md").read_text()
+    paths = [ROOT / "benchmarks" / f"accept_{card}.csv" for card in ("h100", "h200")]
+    assert count_table(paths) in page
+    for path in paths:
+        names = [row["case"] for row in read_csv(path)]
+        assert names == sorted(set(names))
+
+
+def test_counts_of_the_survey_are_those_of_its_table() -> None:
+    with (ROOT / "benchmarks/survey.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert tuple(rows[0]) == survey_table.FIELDS
+    said = survey_table.in_words(Counter(trial.Outcome(row["outcome"]) for row in rows))
+    assert f"\n{said}.\n" in (ROOT / "benchmarks/TABLES.md").read_text()

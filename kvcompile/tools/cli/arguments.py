@@ -183,7 +183,7 @@ def _add_survey(commands: Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument("--timeout", type=positive, default=900, help="seconds for an architecture (default 900)")
     parser.add_argument("--known", type=split, default=[], metavar="A,B", help="JSON of earlier runs, whose cases are not tried again")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every case as JSON")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table as Markdown")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the table as CSV, and print how it was made")
     parser.set_defaults(run="kvcompile.tools.cli.survey_command:run")
 
 

@@ -16,7 +16,7 @@ from kvcompile.passes.plan.policy import policy_of
 from kvcompile.tools.cli.architectures import names
 from kvcompile.tools.cli.console import console
 from kvcompile.tools.cli.survey import Survey, conduct, read_cases, untried
-from kvcompile.tools.cli.survey_table import markdown, survey_table
+from kvcompile.tools.cli.survey_table import about, as_csv, survey_table
 from kvcompile.tools.cli.trial import Settings
 
 
@@ -40,9 +40,10 @@ def run(arguments: argparse.Namespace) -> int:
             if arguments.json is not None:
                 # After each architecture: what was measured stays even where the command is stopped.
                 arguments.json.write_text(json.dumps([case.plain() for case in done], indent=1) + "\n")
-    if arguments.markdown is not None:
-        arguments.markdown.write_text(markdown(done, survey))
     console().print(survey_table(done))
+    if arguments.csv is not None:
+        arguments.csv.write_text(as_csv(done))
+        console().print(about(survey))
     return 0
 
 

@@ -1,9 +1,11 @@
-"""The survey as tables: one row an architecture for the terminal, and the same as Markdown with what is behind it."""
+"""The survey as tables: one row an architecture for the terminal, and the same as CSV."""
 
 from __future__ import annotations
 
+import csv
+import io
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from rich import box
@@ -20,6 +22,8 @@ WORST = (
     Outcome.NO_CACHE, Outcome.NOT_RUN,
 )
 """An architecture is what its worst case is; a case that says nothing about this backend counts only where all do."""
+FIELDS = ("architecture", "outcome", "sites", "dense", "scheme", "graphs", "stock", "why")
+"""Columns of the CSV: the largest differences of logits under dense and under the scheme, graphs of this backend and of stock."""
 STYLES = {Outcome.WRONG: "bold red", Outcome.FAILED: "red", Outcome.REFUSED: "yellow", Outcome.PARTLY: "yellow", Outcome.REWRITTEN: "green"}
 
 
@@ -60,11 +64,16 @@ def survey_table(cases: Sequence[Case]) -> RenderableType:
 
 def summary(cases: Sequence[Case]) -> str:
     """How many of the architectures that count are rewritten at every site."""
-    counts = tally(cases)
+    return in_words(tally(cases))
+
+
+def in_words(counts: Mapping[Outcome, int]) -> str:
+    """Say how many architectures that count are rewritten at every site, from the number of each outcome."""
     inside = {outcome: count for outcome, count in counts.items() if not outcome.outside}
     total, whole = sum(inside.values()), inside.get(Outcome.REWRITTEN, 0)
     share = f" ({whole / total:.1%})" if total else ""
-    rest = ", ".join(f"{count} {outcome.value}" for outcome, count in counts.items() if outcome is not Outcome.REWRITTEN)
+    others = [outcome for outcome in Outcome if counts.get(outcome) and outcome is not Outcome.REWRITTEN]
+    rest = ", ".join(f"{counts[outcome]} {outcome.value}" for outcome in others)
     return f"{whole} of {total} architectures that cache softmax attention and that stock can capture: every site rewritten{share}" + (
         f"; {rest}" if rest else ""
     )
@@ -92,35 +101,39 @@ def _worst(errors: Iterable[float | None]) -> str:
     return f"{max(found):.0e}" if found else ""
 
 
+def _most_graphs(cases: Sequence[Case]) -> tuple[int, int]:
+    """Graphs of the case that compiled most, by this backend and by stock; zeros where none did."""
+    return max(((case.graphs, case.stock_graphs) for case in cases if case.graphs), default=(0, 0))
+
+
 def _graphs(cases: Sequence[Case]) -> str:
-    found = [(case.graphs, case.stock_graphs) for case in cases if case.graphs]
-    if not found:
-        return ""
-    ours, stock = max(found)
-    return f"{ours} / {stock}" if stock else str(ours)
+    ours, stock = _most_graphs(cases)
+    return f"{ours} / {stock}" if stock else str(ours or "")
 
 
-def markdown(cases: Sequence[Case], survey: Survey) -> str:
-    """The table as a page: how it was made, what came of it, and one row an architecture."""
+def as_csv(cases: Sequence[Case]) -> str:
+    """The table as CSV, one row an architecture, by name."""
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(FIELDS)
+    for name, items in sorted(by_architecture(cases).items()):
+        table.writerow((
+            name, verdict(items).value, _span(case.sites for case in items if case.sites), _worst(case.error_dense for case in items),
+            _worst(case.error_scheme for case in items), *(count or "" for count in _most_graphs(items)), "; ".join(_reasons(items)),
+        ))
+    return text.getvalue()
+
+
+def about(survey: Survey) -> str:
+    """How a table was made: versions, models, and what its columns are; stands above the counts of a page."""
     import transformers
 
     settings = survey.settings
-    how = (
+    return (
         f"Made by `kvcompile survey` (transformers {transformers.__version__}, torch {torch.__version__.partition('+')[0]}): tiny random "
         f"float32 models, caches {', '.join(survey.caches)}, attention {', '.join(survey.attentions)}, batch "
         f"{' and '.join(map(str, settings.rows))} (more than one row: left padded), a prompt of {settings.prompt} tokens and "
         f"{settings.steps} steps, everything compiled. `dense` and `{settings.scheme}`: the largest difference of logits from the "
-        "uncompiled model, as a share of the largest logit. Graphs: ours / stock `torch.compile`, of the case with most. "
+        "uncompiled model, as a share of the largest logit. Graphs: ours and those of stock `torch.compile`, of the case with most. "
         "`+encoder`: the encoder-decoder model; without: the decoder alone."
     )
-    lines = [
-        "# Survey of architectures", "", how, "", summary(cases) + ".", "",
-        f"| architecture | outcome | sites | `dense` | `{settings.scheme}` | graphs | why |", "|---|---|---|---|---|---|---|",
-    ]
-    for name, items in sorted(by_architecture(cases).items()):
-        cells = (
-            name, verdict(items).value, _span(case.sites for case in items if case.sites), _worst(case.error_dense for case in items),
-            _worst(case.error_scheme for case in items), _graphs(items), "; ".join(_reasons(items)),
-        )
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines) + "\n"

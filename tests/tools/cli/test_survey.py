@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +17,7 @@ from kvcompile.tools.cli.control import rounded
 from kvcompile.tools.cli.main import main
 from kvcompile.tools.cli.shrink import tiny_config
 from kvcompile.tools.cli.survey import Survey, conduct, read_cases, untried
-from kvcompile.tools.cli.survey_table import markdown, summary, tally, verdict
+from kvcompile.tools.cli.survey_table import about, as_csv, summary, tally, verdict
 from kvcompile.tools.cli.trial import DENSE_BOUND, Case, Outcome, Settings
 
 GOOD = Case("good", "static", "sdpa", Outcome.REWRITTEN.value, sites=2, error_dense=3e-7, error_scheme=0.01, graphs=3, stock_graphs=3)
@@ -35,12 +37,16 @@ def test_what_is_outside_is_not_counted() -> None:
     assert "50.0%" in summary([GOOD, PARTLY, OUTSIDE])
 
 
-def test_markdown_has_a_row_for_each() -> None:
-    page = markdown([GOOD, PARTLY, OUTSIDE], Survey(("good",), ("static",), ("sdpa",)))
-    rows = [line for line in page.splitlines() if line.startswith("| ")]
-    assert len(rows) == 4
-    assert rows[1].startswith("| good | rewritten at every site | 2 | 3e-07 | 1e-02 | 3 / 3 |")
-    assert "read by \\| another" in rows[2]
+def test_csv_has_a_row_for_each() -> None:
+    rows = list(csv.DictReader(io.StringIO(as_csv([PARTLY, GOOD, OUTSIDE]))))
+    assert [row["architecture"] for row in rows] == ["good", "partly", "ssm"]
+    assert list(rows[0].values()) == ["good", "rewritten at every site", "2", "3e-07", "1e-02", "3", "3", ""]
+    assert rows[1]["why"] == "read by | another" and rows[2]["graphs"] == rows[2]["stock"] == rows[2]["dense"] == ""
+
+
+def test_it_says_how_it_was_made() -> None:
+    said = about(Survey(("good",), ("static",), ("sdpa",), QUICK))
+    assert "caches static, attention sdpa, batch 3" in said and "4 steps" in said and "`int8`" in said
 
 
 def test_an_architecture_that_takes_too_long_ends_alone() -> None:
@@ -56,11 +62,11 @@ def test_what_is_known_is_not_tried_again(tmp_path: Path, capsys: pytest.Capture
     assert [(case.architecture, case.outcome) for case in known] == [("llama", Outcome.REWRITTEN.value)]
     assert untried(("llama", "gpt2"), ("static",), ("sdpa",), known) == ("gpt2",)
     assert untried(("llama",), ("static", "dynamic"), ("sdpa",), known) == ("llama",)
-    page = tmp_path / "page.md"
+    page = tmp_path / "page.csv"
     assert main([
-        "survey", "--archs", "llama", "--caches", "static", "--attention", "sdpa", "--known", str(path), "--markdown", str(page),
+        "survey", "--archs", "llama", "--caches", "static", "--attention", "sdpa", "--known", str(path), "--csv", str(page),
     ]) == 0
-    assert "| llama | rewritten at every site |" in page.read_text()
+    assert "llama,rewritten at every site,2," in page.read_text() and "Made by `kvcompile survey`" in capsys.readouterr().out
     assert main(["survey", "--known", str(page)]) == 2
     assert "no JSON of an earlier survey" in capsys.readouterr().err
 
