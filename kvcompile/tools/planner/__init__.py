@@ -1,1 +1,1 @@
-"""Planner: the bytes of a model's cache under every scheme, and what of them fits on a device; nothing is allocated and nothing runs."""
+"""Planner: computes the bytes of a model's cache under every scheme and what fits on a device, without allocating or running anything."""

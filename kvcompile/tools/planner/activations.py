@@ -1,9 +1,9 @@
 """Activations: the most bytes of intermediate values that a captured graph holds at once, by liveness over its nodes.
 
-Every value has a buffer of its own from the node that makes it to its last reader, views share their base's, and nothing is fused. A
-compiler that fuses holds less, so this is an estimate from above of what is live; an allocator's rounding and the workspaces of
-kernels come on top. Attention is taken as rewritten: it reads queries and the new keys and values, and needs no mask in memory, no
-repeated heads and no dense cache, so that what only these need is left out. Weights and other arguments of the call count elsewhere.
+Every value has a buffer of its own from the node that computes it to its last reader; views share their base's; nothing is fused. A
+compiler that fuses holds less, so this is an upper estimate of live bytes, without an allocator's rounding and workspaces of kernels.
+Attention counts as rewritten: it reads queries and the new keys and values, so a mask in memory, repeated heads and a dense cache are left
+out. Weights and other arguments are not counted.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from kvcompile.tools.planner.observer import Seen
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes that are live at once in a prompt, of one row: of each moment that may be the largest, bytes a token and a pair of tokens.
+    """Bytes live at once in a prompt, per row; for each moment that may be the largest, bytes per token and bytes per pair of tokens.
 
-    Pairs are scores and masks of attentions that stay as they are. Which moment is the largest depends on the length.
+    Pairs are scores and masks of attentions that are not rewritten. Which moment is the largest depends on the length.
     """
 
     moments: tuple[tuple[float, float], ...] = ()
 
     def nbytes(self, tokens: int, rows: int = 1) -> int:
-        """Bytes of prompts of ``tokens`` tokens in ``rows`` rows of one call."""
+        """Return the bytes of prompts of ``tokens`` tokens in ``rows`` rows of one call."""
         return math.ceil(rows * max((tokens * (each + tokens * pair) for each, pair in self.moments), default=0.0))
 
     def __or__(self, other: Activations) -> Activations:
-        """The larger of two, at every length."""
+        """Return the larger of two, at every length."""
         return Activations(_largest([*self.moments, *other.moments]))
 
 
 def _largest(moments: Iterable[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """The moments that no other exceeds in both."""
+    """Return the moments that no other exceeds in both numbers."""
     kept: list[tuple[float, float]] = []
     for each, pair in sorted(set(moments), reverse=True):
         if not kept or pair > kept[-1][1]:
@@ -54,7 +54,7 @@ def _nbytes(node: fx.Node) -> int:
 
 
 def _reads(node: fx.Node, sites: dict[fx.Node, Site]) -> Iterable[fx.Node]:
-    """The values that a node reads; those of a rewritten attention are its queries and the new tokens of its cache."""
+    """Return the values that a node reads; for a rewritten attention, its queries and the new tokens of its cache."""
     site = sites.get(node)
     if site is None:
         return node.all_input_nodes
@@ -64,7 +64,7 @@ def _reads(node: fx.Node, sites: dict[fx.Node, Site]) -> Iterable[fx.Node]:
 
 
 def _needed(outputs: Iterable[fx.Node], sites: dict[fx.Node, Site]) -> set[fx.Node]:
-    """The nodes that ``outputs`` need once attentions are rewritten."""
+    """Return the nodes that ``outputs`` need after attentions are rewritten."""
     found: set[fx.Node] = set()
     waiting = list(outputs)
     while waiting:
@@ -76,7 +76,7 @@ def _needed(outputs: Iterable[fx.Node], sites: dict[fx.Node, Site]) -> set[fx.No
 
 
 def _owner(node: fx.Node) -> fx.Node:
-    """The node whose buffer a value lies in: the base of its views."""
+    """Return the node that owns a value's buffer: the base of its views."""
     parent = view_parent(node)
     while parent is not None and is_tensor(parent) and same_memory(node, parent):
         node, parent = parent, view_parent(parent)
@@ -84,7 +84,7 @@ def _owner(node: fx.Node) -> fx.Node:
 
 
 def activations(seen: Seen) -> Activations:
-    """The activations of one graph with attentions over a cache, by the values that are live after each of its nodes."""
+    """Return the activations of one graph with cached attentions, from the values live after each of its nodes."""
     graph = seen.captured.graph
     tokens = max(estimate(site.tokens) for site in seen.matched.sites)
     rows = max(estimate(site.key.batch) for site in seen.matched.sites)
@@ -119,5 +119,5 @@ def activations(seen: Seen) -> Activations:
 
 
 def _pairs(node: fx.Node, tokens: int) -> bool:
-    """Whether a value has an entry for every pair of a prompt's tokens."""
+    """Return whether a value has an entry for every pair of a prompt's tokens."""
     return tokens > 1 and [estimate(size) for size in value_of(node).shape].count(tokens) > 1

@@ -1,4 +1,4 @@
-"""Capacity: what of a model fits into a device's memory under each scheme: bytes of a request, the largest batch, the longest context."""
+"""Capacity: bytes of a request, the largest batch and the longest context that fit a device's memory under each scheme."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ MOST_ROWS, MOST_TOKENS = 1 << 20, 1 << 26
 
 @dataclass(frozen=True)
 class Demand:
-    """Demand on one device: bytes of memory, of weights and of anything else; rows, tokens a row; and prompts that run at once.
+    """A request for one device, in bytes of that device: its memory, weights and overhead; batch rows, tokens per row, and prompts.
 
-    ``activations``: those of prompts. ``prefill``: tokens of a row that one call takes, None for all. ``prefill_rows``: rows of
-    that call. All bytes are of one device.
+    ``activations``: of prompts. ``prefill``: tokens of a row that one call takes, None for all. ``prefill_rows``: rows of that call.
     """
 
     memory: int
@@ -30,29 +29,29 @@ class Demand:
     prefill_rows: int = 1
 
     def beside(self, tokens: int) -> int:
-        """Bytes of everything but the cache, for prompts of up to ``tokens`` tokens."""
+        """Return the bytes of everything except the cache, for prompts of up to ``tokens`` tokens."""
         prompt = tokens if self.prefill is None else min(self.prefill, tokens)
         return self.weights + self.overhead + self.activations.nbytes(prompt, self.prefill_rows)
 
     def needed(self, stores: Stores, batch: int, tokens: int) -> int:
-        """Bytes on the device of ``batch`` rows of ``tokens`` tokens, everything included."""
+        """Return all bytes on the device for ``batch`` rows of ``tokens`` tokens."""
         return self.beside(tokens) + stores.device_bytes(batch, tokens) + stores.growing_bytes(batch, tokens)
 
     def fits(self, stores: Stores, batch: int, tokens: int) -> bool:
-        """Whether so many rows and tokens fit."""
+        """Return whether that many rows and tokens fit."""
         return self.needed(stores, batch, tokens) <= self.memory
 
     def largest_batch(self, stores: Stores) -> int:
-        """The most rows of ``context`` tokens that fit, 0 for none."""
+        """Return the most rows of ``context`` tokens that fit, 0 for none; at most ``MOST_ROWS``."""
         return _most(lambda rows: self.fits(stores, rows, self.context), MOST_ROWS)
 
     def longest_context(self, stores: Stores) -> int:
-        """The most tokens of each of ``batch`` rows that fit, 0 for none; up to ``MOST_TOKENS``."""
+        """Return the most tokens per row that fit for ``batch`` rows, 0 for none; at most ``MOST_TOKENS``."""
         return _most(lambda tokens: self.fits(stores, self.batch, tokens), MOST_TOKENS)
 
 
 def _most(holds: Callable[[int], bool], end: int) -> int:
-    """The largest number up to ``end`` that ``holds``, 0 where 1 does not; what holds for a number holds for all below it."""
+    """Return the largest number up to ``end`` for which the monotone predicate ``holds``, 0 if it fails for 1."""
     low, high = 0, 1
     while high < end and holds(high):
         low, high = high, high * 2

@@ -1,4 +1,4 @@
-"""Figures: the measured damage and speed of schemes that recommendations rest on, with the run that each comes from."""
+"""Figures: measured damage and speed of schemes, with the run that each comes from; recommendations rest on them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ FILE = Path(__file__).with_name("figures.json")
 
 @dataclass(frozen=True)
 class Damage:
-    """The harm that one scheme did to tinylm: the largest KL, in nats a byte, of the runs at most as long as the context asked for.
+    """The damage of one scheme to tinylm: the largest KL, in nats per byte, over runs no longer than the requested context.
 
-    ``noise``: that of ``dense`` in these runs, which is rounding alone. Counts, ``of_dense`` (its answers), ``model`` and ``command`` are
-    those of the longest such run; ``beyond``: whether the context asked for is longer than any.
+    ``noise``: the KL of ``dense`` in these runs, which is rounding.
+    ``same``, ``predictions``, ``answers``, ``questions``, ``model``, ``command``: of the longest such run, ``measured`` bytes long.
+    ``of_dense``: right answers of ``dense`` in that run. ``beyond``: whether the requested context is longer than every run.
     """
 
     kl: float
@@ -40,7 +41,7 @@ class Damage:
 
 @dataclass(frozen=True)
 class Speed:
-    """Milliseconds of one layer's attention for one new token, by a scheme and dense, where it was measured next to what is asked."""
+    """Milliseconds of one layer's attention for one new token, with a scheme and with dense, at the nearest measured size."""
 
     ms: float
     dense_ms: float
@@ -52,25 +53,25 @@ class Speed:
 
 @dataclass(frozen=True)
 class Figures:
-    """All figures: quality runs from short to long, of one length from few to many questions, and one run of attention."""
+    """All figures: quality runs by length, then by number of questions; and one run of attention."""
 
     quality: tuple[dict[str, Any], ...]
     speed: dict[str, Any]
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The schemes whose damage was measured, as a user writes them."""
+        """Schemes whose damage was measured, as a user writes them."""
         return tuple(dict.fromkeys(label for run in self.quality for label in run["rows"]))
 
     def damage(self, label: str, context: int) -> Damage | None:
-        """The damage of a scheme at a context, None where it was not measured."""
+        """Return a scheme's damage at a context length, None if it was not measured."""
         runs = [run for run in self.quality if label in run["rows"]]
         if not runs:
             return None
         short = [run for run in runs if run["context"] <= context] or runs[:1]
         last = short[-1]
         row, dense = last["rows"][label], last["rows"]["dense"]
-        # Rounding puts the KL of a scheme that changes nothing on either side of zero.
+        # Rounding may make the KL of an exact scheme negative.
         worst, noise = (max(0.0, *(run["rows"][name]["kl"] for run in short)) for name in (label, "dense"))
         return Damage(
             worst, noise, row["same"], row["predictions"], row["answers"], dense["answers"], row["questions"], last["context"],
@@ -78,7 +79,7 @@ class Figures:
         )
 
     def timed(self, label: str, batch: int, context: int) -> Speed | None:
-        """The time of a scheme's attention beside dense, at the measured number of tokens in all rows that is nearest."""
+        """Return the time of a scheme's attention and of dense, at the measured number of tokens over all rows nearest to the request."""
         rows = {(row["batch"], row["tokens"]): row["ms"] for row in self.speed["rows"] if _label(row["scheme"]) == label}
         dense = {(row["batch"], row["tokens"]): row["ms"] for row in self.speed["rows"] if row["scheme"] == "dense"}
         both = sorted(rows.keys() & dense.keys(), key=lambda at: abs(math.log(at[0] * at[1] / (batch * context))))
@@ -90,14 +91,14 @@ class Figures:
 
 @functools.cache
 def figures() -> Figures:
-    """The figures that the package ships."""
+    """Return the figures that the package ships."""
     read = json.loads(FILE.read_text())
     return Figures(tuple(read["quality"]), read["speed"])
 
 
 @functools.cache
 def _label(spelled: str) -> str:
-    """A scheme's short form; text that names none of the package's, as it is."""
+    """Return a scheme's short form; unchanged text if it is no scheme of the package."""
     try:
         return short_scheme(parse(spelled))
     except SchemeError:
@@ -105,5 +106,5 @@ def _label(spelled: str) -> str:
 
 
 def label_of(scheme: Scheme) -> str:
-    """The form under which a scheme's figures are kept."""
+    """Return the label under which a scheme's figures are stored."""
     return short_scheme(scheme)

@@ -1,9 +1,9 @@
-"""Fitting: schemes by layer for a budget of bytes, at the least sum of measured damages.
+"""Fitting: chooses a scheme for each layer's keys and values within a budget of bytes, with the least sum of measured damages.
 
-``backend(scheme=kvcompile.fit(memory=2e9, sensitivity="sensitivity.json", context=32768))``. Every layer takes one of the measured
-schemes for its keys and one for its values, or leaves them as they are; the sum of bytes stays within the budget and the sum of KLs is
-the least that there is: choices that another one beats in both are dropped layer by layer (a multiple-choice knapsack by its Pareto
-front, exact). That damages add up is an assumption, as each was measured alone: ``kvcompile sensitivity --memory`` measures the result.
+``backend(scheme=kvcompile.fit(memory=2e9, sensitivity="sensitivity.json", context=32768))``. Every layer gets one measured scheme for its
+keys and one for its values, or keeps them dense. This is a multiple-choice knapsack, solved exactly by its Pareto front: layer by layer,
+choices that another one beats in both bytes and KL are dropped. That damages add up is an assumption, since each was measured alone;
+``kvcompile sensitivity --memory`` measures the result.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from kvcompile.types import Role, SlotSpec
 T = TypeVar("T")
 
 MOST_CHOICES = 20_000
-"""Points of the front that are kept; of more, some between others of nearly equal bytes are dropped: the least sum may be missed."""
+"""Points of the front that are kept; beyond that, some between others of nearly equal bytes are dropped, so the optimum may be missed."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Schemes of keys and values of one layer, their bytes and the sum of their damages."""
+    """Schemes of one layer's keys and values, their bytes and the sum of their damages."""
 
     pair: Pair
     nbytes: int
@@ -38,7 +38,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Fitted:
-    """The choice for every layer, in order, with the sums of bytes and damages."""
+    """A policy with a choice for every layer, and its sums of bytes and damages."""
 
     policy: Policy
     nbytes: int
@@ -46,16 +46,16 @@ class Fitted:
 
 
 def fit(memory: float, sensitivity: str | Path | Sensitivity, context: int, batch: int = 1) -> Policy:
-    """The policy by layer whose caches of ``batch`` x ``context`` tokens take at most ``memory`` bytes, at the least measured damage.
+    """Return the per-layer policy of least measured damage whose caches of ``batch`` x ``context`` tokens take at most ``memory`` bytes.
 
-    ``sensitivity``: what ``kvcompile sensitivity`` wrote for this model. Raises BudgetTooSmall or SensitivityUnread.
+    ``sensitivity``: a file that ``kvcompile sensitivity`` wrote for this model. Raises BudgetTooSmall or SensitivityUnread.
     """
     known = sensitivity if isinstance(sensitivity, Sensitivity) else Sensitivity.load(Path(sensitivity))
     return fitted(known, int(memory), context, batch).policy
 
 
 def fitted(known: Sensitivity, memory: int, context: int, batch: int = 1) -> Fitted:
-    """The choice with its sums; bytes are those of static caches of ``context`` tokens."""
+    """Return the fitted policy with its sums; bytes are those of static caches of ``context`` tokens. Raises BudgetTooSmall."""
     fronts = [_unbeaten(_choices(known, layer, context, batch), lambda item: (item.nbytes, item.damage)) for layer in known.layers]
     least = [min(item.nbytes for item in front) for front in fronts]
     if sum(least) > memory:
@@ -73,7 +73,7 @@ def fitted(known: Sensitivity, memory: int, context: int, batch: int = 1) -> Fit
 
 
 def _choices(known: Sensitivity, layer: Layer, context: int, batch: int) -> list[Choice]:
-    """Every pair of measured schemes that one layer can have."""
+    """Return every pair of measured schemes that one layer can have."""
     options = {half: [(parse(name), kl) for name, kl in known.of(layer.path, half).items()] for half in layer.halves}
     for found in options.values():
         found.append((Dense(), 0.0))
@@ -86,13 +86,13 @@ def _choices(known: Sensitivity, layer: Layer, context: int, batch: int) -> list
         try:
             made.append(Choice(pair, _nbytes(layer, pair, context, batch), damage))
         except SchemeError:
-            # The two halves of an attention cannot have any two schemes.
+            # Not every pair of schemes can serve one attention.
             continue
     return made
 
 
 def _nbytes(layer: Layer, pair: Pair, context: int, batch: int) -> int:
-    """Bytes of one layer's stores under a pair; raises a SchemeError where they cannot be had together."""
+    """Return the bytes of one layer's stores under a pair. Raises a SchemeError if the pair is not possible."""
     window = max(pair.k.window, pair.v.window)
     for scheme in (pair.k, pair.v):
         scheme.check_pair(pair.k, pair.v, layer.halves == (Half.BOTH,), layer.path)
@@ -100,7 +100,7 @@ def _nbytes(layer: Layer, pair: Pair, context: int, batch: int) -> int:
 
 
 def _is_key(layer: Layer, slot: SlotSpec) -> bool:
-    """Whether the scheme of keys holds a slot: a latent is stored by it, in the form of values."""
+    """Return whether the scheme of keys stores a slot: it also stores a latent, whose slot has the role of values."""
     return layer.halves == (Half.BOTH,) or slot.role is Role.KEY
 
 
@@ -112,7 +112,7 @@ def _stored(layer: Layer, slot: SlotSpec, scheme: Scheme, window: int) -> Stored
 
 
 def _unbeaten(items: Iterable[T], cost: Callable[[T], tuple[int, float]]) -> list[T]:
-    """The items that no other beats in both bytes and damage, their ``cost``; from small to large, so the last has the least damage."""
+    """Return the items that no other beats in both bytes and damage (``cost``), by rising bytes, so the last has the least damage."""
     kept: list[T] = []
     for item in sorted(items, key=cost):
         if not kept or cost(item)[1] < cost(kept[-1])[1]:
@@ -121,7 +121,7 @@ def _unbeaten(items: Iterable[T], cost: Callable[[T], tuple[int, float]]) -> lis
 
 
 def _thinned(states: list[tuple[int, float, tuple[Pair, ...]]]) -> list[tuple[int, float, tuple[Pair, ...]]]:
-    """At most about ``MOST_CHOICES`` states, the ends among them."""
+    """Return at most about ``MOST_CHOICES`` states, including both ends."""
     if len(states) <= MOST_CHOICES:
         return states
     step = -(-len(states) // MOST_CHOICES)

@@ -1,4 +1,4 @@
-"""A model to plan for: what the matcher sees of it, its weights, its activations, and the cache tensors that no attention accounts for."""
+"""A traced model to plan for: its matched graphs, weights, activations, and cache tensors that belong to no slot."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from kvcompile.tools.planner.weights import Weights, counted
 
 @dataclass(frozen=True)
 class Model:
-    """A traced model. ``capacity``: of the static cache that it was traced with, None for a module with caches of its own.
+    """A traced model.
 
-    ``activations``: of all graphs of the prompt. ``longest``: the positions that it was made for.
+    ``capacity``: of the static cache that it was traced with, None for a module with caches of its own.
+    ``activations``: over all graphs of the prompt. ``longest``: positions that the model supports, None if it does not say.
     """
 
     name: str
@@ -36,7 +37,7 @@ class Model:
     longest: int | None = None
 
     def stores(self, policy: Policy, tokens: int | None = None) -> Stores:
-        """Plan the model's stores under a policy; raises NotPlanned where its own caches are too short for ``tokens`` tokens."""
+        """Return the model's stores under a policy. Raises NotPlanned if its own caches are shorter than ``tokens`` tokens."""
         made = planned(self.observed, policy, self.remainder, self.capacity)
         ends = [item.end for item in made.stored if item.end is not None and not (item.forgets or item.pooled or item.once)]
         if tokens is not None and ends and min(ends) < tokens:
@@ -46,10 +47,10 @@ class Model:
 
 
 def traced(name: str, model: torch.nn.Module, inputs: Any, capacity: int | None = None, longest: int | None = None) -> Model:
-    """Trace a model on the inputs of a prompt, and a step behind it; raises NotPlanned.
+    """Return a model traced on a prompt's inputs and one step after it. Raises NotPlanned.
 
-    Where the model returns its cache, every tensor in it is accounted for: what no slot lives in counts as the model made it. A module
-    that keeps its caches elsewhere is planned only where the matcher read every attention over a cache.
+    If the model returns its cache, every tensor in it is counted: one that belongs to no slot counts as dense. A module that keeps its
+    caches elsewhere is planned only if the matcher read every attention over a cache.
     """
     try:
         seen = observed(model, inputs)
@@ -73,9 +74,9 @@ def traced(name: str, model: torch.nn.Module, inputs: Any, capacity: int | None 
 
 
 def _remainder(seen: Observed, tensors: list[torch.Tensor], capacity: int | None) -> Remainder:
-    """Bytes of cache tensors that no slot lives in, of one row; those with a dim of ``capacity`` grow with the tokens."""
+    """Return the bytes of cache tensors that belong to no slot, per row; tensors with a dim of ``capacity`` count per token."""
     owned = {id(item.tensor(slot)) for item in seen.graphs for site in item.matched.sites for slot in site.slots}
-    # A concatenated cache is another tensor after the call: the one that its slot's graph returned.
+    # A concatenated cache becomes a new tensor in the call: the result that the slot's graph returned.
     owned |= {
         id(item.returned[index]) for item in seen.graphs for site in item.matched.sites for slot in site.slots for index in slot.outputs
     }
@@ -93,7 +94,7 @@ def _remainder(seen: Observed, tensors: list[torch.Tensor], capacity: int | None
 
 
 def _tensors(value: Any, depth: int = 0, known: set[int] | None = None) -> Iterator[torch.Tensor]:
-    """Every tensor in a cache object, each once: attributes, sequences and mappings, some levels deep."""
+    """Yield every tensor in a cache object once: from attributes, sequences and mappings, up to six levels deep."""
     known = set() if known is None else known
     if id(value) in known or depth > 6:
         return

@@ -1,7 +1,7 @@
-"""Observer: a Dynamo backend that reads a model's graphs with the package's own matcher and computes nothing.
+"""Observer: a Dynamo backend that captures and matches a model's graphs and computes nothing.
 
-Each graph is captured and matched as the backend would do it; what it returns are phantoms, so a model of any size goes through. Slots
-are told apart by the tensors that they live in, as the runtime tells stores apart: two attentions over one cache tensor hold one slot.
+Graphs are captured and matched as the backend does it; they return phantoms, so a model of any size can be traced. A slot is identified by
+its cache tensor, as a store is at run time: two attentions over one cache tensor share one slot.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from kvcompile.passes.match.sites import Refusal, Slot
 from kvcompile.tools.planner.phantom import phantom_result
 
 MOST_GRAPHS = 256
-"""Versions of one frame that are traced: a model with as many kinds of layers compiled apart is traced whole."""
+"""Versions of one frame that are traced: enough for a model with this many kinds of layers compiled separately."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """The identity of a slot: the tensor that it lives in, and which of its heads and channels it is."""
+    """The identity of a slot: its cache tensor, and the heads and channels of it that the slot covers."""
 
     tensor: int
     select: tuple[tuple[int, int], ...]
@@ -39,7 +39,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Seen:
-    """One graph that was captured and matched, with the tensors that came in and the phantoms that went out."""
+    """One captured and matched graph, with the call's arguments and the phantoms that it returned."""
 
     captured: Captured
     matched: Matched
@@ -47,36 +47,36 @@ class Seen:
     returned: tuple[Any, ...] = field(repr=False)
 
     def tensor(self, slot: Slot) -> Any:
-        """The tensor that a slot lives in: an argument of the call, or a result where the graph makes the cache."""
+        """Return a slot's cache tensor: an argument of the call, or a result if the graph creates the cache."""
         if slot.placeholder is None:
             return self.returned[slot.outputs[0]]
         return self.given[next(entry.index for entry in self.captured.inputs if entry.node is slot.placeholder)]
 
     def place(self, slot: Slot) -> Place:
-        """The identity of a slot of this graph."""
+        """Return the identity of a slot of this graph."""
         return Place(id(self.tensor(slot)), slot.axes.select, slot.axes.counts)
 
 
 @dataclass(frozen=True)
 class Observed:
-    """All graphs of a prompt and a step behind it, in order, and the cache object that the model returned, if it did."""
+    """All graphs of a prompt and the step after it, in order, and the cache object that the model returned, None if none."""
 
     graphs: tuple[Seen, ...]
     cache: Any = field(repr=False)
 
     @property
     def refusals(self) -> tuple[Refusal, ...]:
-        """The attentions that no graph's match could read, each once."""
+        """Attentions that the matcher refused, without repeats."""
         return tuple({(item.path, item.reason): item for seen in self.graphs for item in seen.matched.refusals}.values())
 
     @property
     def uncached(self) -> int:
-        """Attentions without a cache in the graph that has most."""
+        """Largest number of attentions without a cache in one graph."""
         return max((seen.matched.uncached for seen in self.graphs), default=0)
 
 
 class Observer:
-    """The backend itself; ``graphs`` is what it saw."""
+    """The Dynamo backend; ``graphs`` holds the graphs that it was called with."""
 
     def __init__(self) -> None:
         self.graphs: list[Seen] = []
@@ -97,16 +97,16 @@ class Observer:
         return lambda *args: list(returned)
 
     def _filled(self, captured: Captured, given: list[Any]) -> Captured:
-        """The graph with the caches that an earlier one made or wrote said to be compressed ones, as they would be."""
+        """Return the graph with each cache that an earlier graph created or wrote marked as compressed, as the runtime would have it."""
         held = {id(seen.tensor(slot)) for seen in self.graphs for site in seen.matched.sites for slot in site.slots}
         found = (replace(item, compressed=item.compressed or id(given[item.index]) in held) for item in captured.inputs)
         return replace(captured, inputs=tuple(found))
 
 
 def observed(model: Any, inputs: Any) -> Observed:
-    """Trace ``model`` on ``inputs`` (a mapping, a sequence or one tensor), and one token more where a cache comes back.
+    """Trace ``model`` on ``inputs`` (a mapping, a sequence or one tensor), and on one more token if it returns a cache; return the graphs.
 
-    Raises whatever the model or its capture raises.
+    Raises the exceptions of the model or its capture.
     """
     plugins()
     owner = Observer()

@@ -1,8 +1,8 @@
 """Phantoms: CPU tensors with shapes and strides whose memory is never touched, so that a model of any size can be traced on a laptop.
 
-All phantoms lie in one anonymous mapping without reserved pages: a page that nobody writes takes no memory. They share that memory, so
-their values mean nothing; what reads one (a branch on a value, outside of a graph) sees zeros. Dynamo takes them as it takes any tensor,
-which it does not do with tensors on the meta device (those that a graph makes itself are not faked) or with fake ones.
+All phantoms share one anonymous mapping without reserved pages: a page that is never written takes no memory. Their values mean nothing;
+code that reads one outside of a graph (a branch on a value) gets zeros. Dynamo treats them as ordinary tensors, unlike fake tensors and
+tensors on the meta device (on which tensors that a graph creates itself are not faked).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from kvcompile.passes.graph.shapes import estimate
 
 LEAST = 1 << 20
 RESERVE_NOTHING = getattr(mmap, "MAP_NORESERVE", 0x4000)
-"""Linux' flag for a mapping that counts against no limit; Python names it from 3.13 on."""
+"""Linux's flag for a mapping that counts against no memory limit; Python has a name for it from 3.13 on."""
 
 _mapped: list[mmap.mmap] = []
-"""The mapping in use, and none before the first phantom is made; a larger one takes its place when one is needed."""
+"""The mapping in use; empty before the first phantom. A larger one replaces it when needed."""
 
 
 def _memory(count: int) -> mmap.mmap:
-    """A mapping of at least ``count`` bytes of zeros that nobody writes."""
+    """Return a mapping of at least ``count`` zero bytes, never to be written."""
     if not _mapped or len(_mapped[0]) < count:
         size = max(count, LEAST)
         private = getattr(mmap, "MAP_PRIVATE", None)
@@ -35,7 +35,7 @@ def _memory(count: int) -> mmap.mmap:
 
 
 def phantom(like: torch.Tensor) -> torch.Tensor:
-    """A phantom with the shape, strides and dtype of ``like``, a meta or fake tensor; symbolic sizes as they were captured."""
+    """Return a phantom with the shape, strides and dtype of ``like``, a meta or fake tensor; symbolic sizes take their captured values."""
     shape, strides = [estimate(size) for size in like.shape], [estimate(step) for step in like.stride()]
     span = 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True)) if all(shape) else 0
     if not span:
@@ -44,14 +44,14 @@ def phantom(like: torch.Tensor) -> torch.Tensor:
 
 
 def phantom_result(value: Any) -> Any:
-    """A phantom for a tensor, a number for a symbolic one, anything else as it is."""
+    """Return a phantom for a tensor, a number for a symbolic one, and any other value unchanged."""
     if isinstance(value, torch.Tensor):
         return phantom(value)
     return estimate(value) if isinstance(value, torch.SymInt) else value
 
 
 def hollow(model: torch.nn.Module) -> torch.nn.Module:
-    """The model with a phantom in place of every parameter and buffer on the meta device; returns ``model`` itself."""
+    """Replace every parameter and buffer of a model on the meta device by a phantom; return the model."""
     known: dict[int, Any] = {}
     for module in model.modules():
         for held in (module._parameters, module._buffers):

@@ -1,16 +1,14 @@
-"""Recommendation: of the schemes that fit, the one with the least measured damage, with the figures that say so.
+"""Recommendation: of the schemes that fit, the one with the least measured damage, with its figures as reasons.
 
-The rules, after the source's decision guide, with measured figures in place of its fixed order of formats:
+The rules follow the source's decision guide, with measured figures in place of its fixed order of formats:
 
-1. A scheme must fit: so many requests of so many tokens, beside weights, prompts and overhead.
-2. Its damage must have been measured (``figures.json``); nothing is recommended on a promise.
-3. Eight-bit floats are passed over where the hardware converts them in software (before sm_89).
-4. Least damage comes first; of schemes equal in it, the one with fewer bytes. Equal are those that differ by no more than ``dense`` itself
-   differs from the uncompressed model, which is rounding.
-5. Apart from that, the scheme with the largest batch among those whose damage is within a limit that the user sets.
+1. A scheme must fit: that many requests of that many tokens, with weights, prompts and overhead. 2. Its damage must have been measured
+(``figures.json``). 3. Eight-bit floats are skipped on hardware that converts them in software (before sm_89). 4. Least damage comes first;
+among schemes of equal damage, fewest bytes. Damages are equal if they differ by no more than ``dense`` differs from the uncompressed model,
+which is rounding. 5. Separately, the scheme with the largest batch among those whose damage is within a limit set by the user.
 
-"KV Cache Quantization: FP8, INT8, INT4, ...", Decision Framework, takes FP8, then INT8, then INT4, whichever fits first, and never the
-cache as it is; its order of the first two is not what was measured here.
+"KV Cache Quantization: FP8, INT8, INT4, ...", Decision Framework, takes the first of FP8, INT8, INT4 that fits, and never the dense cache;
+its order of the first two does not agree with our measurements.
 """
 
 from __future__ import annotations
@@ -24,11 +22,11 @@ from kvcompile.tools.planner.figures import Damage, Figures, Speed
 from kvcompile.tools.planner.stores import Stores
 
 EQUAL = 1e-6
-"""KL in nats below which two schemes count as equal in float32, where rounding is less than can be told."""
+"""KL in nats below which schemes count as equal: a smaller difference in float32 cannot be measured."""
 
 
 class Generation(enum.Enum):
-    """GPU generation, by its compute capability."""
+    """GPU generation, by compute capability."""
 
     AMPERE = "sm_80"
     ADA = "sm_89"
@@ -37,13 +35,13 @@ class Generation(enum.Enum):
 
     @property
     def converts_floats(self) -> bool:
-        """Whether eight-bit floats are converted by an instruction (PTX cvt from sm_89 on)."""
+        """Whether the GPU has an instruction that converts eight-bit floats (PTX cvt, from sm_89 on)."""
         return self is not Generation.AMPERE
 
 
 @dataclass(frozen=True)
 class Option:
-    """One scheme's stores with what they need and how far they go; ``e4m3``: whether codes are eight-bit floats."""
+    """One scheme's stores with their needs and limits under a demand; ``e4m3``: whether codes are eight-bit floats."""
 
     label: str
     stores: Stores
@@ -56,7 +54,7 @@ class Option:
 
     @staticmethod
     def of(label: str, stores: Stores, demand: Demand, known: Figures) -> Option:
-        """Search how far a scheme's stores go under a demand, and look up its figures."""
+        """Return the option for a scheme's stores: its largest batch and longest context under ``demand``, and its figures."""
         held = [(item.scheme, item.slot.head_dim) for item in stores.stored if item.scheme is not None]
         kinds = [scheme.absmax(head_dim) or scheme.static(head_dim) for scheme, head_dim in held]
         return Option(
@@ -68,7 +66,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The scheme that is recommended, None where none fits; the one for most requests within the limit; and why, in sentences."""
+    """The recommended scheme, None if none fits; the one for most requests within the limit; and the reasons as sentences."""
 
     scheme: str | None
     most_requests: str | None
@@ -76,7 +74,7 @@ class Recommendation:
 
 
 def recommend(options: Sequence[Option], demand: Demand, generation: Generation, limit: float) -> Recommendation:
-    """Apply the rules to all options; ``limit``: the KL in nats that serving more requests may cost."""
+    """Return the recommendation among ``options``; ``limit``: KL in nats that serving more requests may cost."""
     passed = [] if generation.converts_floats else [item.label for item in options if item.e4m3]
     known = [item for item in options if item.damage is not None and item.label not in passed]
     skipped = [f"{', '.join(passed)} passed over: {generation.value} converts eight-bit floats in software"] if passed else []
@@ -141,7 +139,7 @@ def _pace(label: str, found: Speed) -> str:
 
 
 def _unfit(known: Sequence[Option], best: Option, demand: Demand) -> list[str]:
-    """Say which schemes with less damage do not fit."""
+    """Return a sentence that lists schemes with less damage that do not fit, as a list of one or none."""
     better = [item for item in known if _kl(item) + _noise(best) < _kl(best) and not item.fits]
     if not better:
         return []

@@ -1,9 +1,9 @@
-"""Sensitivity: how far a model's predictions move when one half of one layer's cache is stored in a scheme, and all else as it is.
+"""Sensitivity: measures how far a model's predictions move when the keys or values of one layer are stored in a scheme, all else dense.
 
-Measured as in use: tokens are prefilled into an empty cache and the true ones decoded behind them, through the compiled cache. The
-damage is the KL divergence, in nats a token, from the uncompiled model without a cache to the compiled one. "KV Cache Quantization: FP8,
-INT8, INT4, ...", K vs V Quantization Sensitivity, compares the errors of one attention's output over random numbers; an output that
-nothing reads says little about a model, so its predictions are compared here.
+Measured as in use: tokens are prefilled into an empty cache and the true ones decoded after them, through the compiled cache. The damage is
+the KL divergence, in nats per token, from the uncompiled model without a cache to the compiled one. "KV Cache Quantization: FP8, INT8,
+INT4, ...", K vs V Quantization Sensitivity, compares errors of one attention's output on random numbers, which says little about
+predictions.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ FORMAT = 1
 
 
 class Half(enum.Enum):
-    """The part of a layer's cache that a scheme is tried on; both where keys and values are one tensor."""
+    """The slots of a layer that a scheme is tried on: keys, values, or both if one tensor holds keys and values."""
 
     KEY = "key"
     VALUE = "value"
     BOTH = "both"
 
     def pair(self, scheme: Scheme) -> Pair:
-        """Schemes of keys and values where this half is stored in ``scheme`` and the other as it is."""
+        """Return schemes of keys and values with this part stored in ``scheme`` and the other dense."""
         return Pair(Dense() if self is Half.VALUE else scheme, Dense() if self is Half.KEY else scheme)
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One attention: its module path, its slots, the tokens that it keeps at most, and which halves can be chosen."""
+    """One attention: its module path, its slots, the most tokens that it keeps (``end``, None: all), and the parts that can be chosen."""
 
     path: str
     slots: tuple[SlotSpec, ...]
@@ -54,7 +54,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Damage:
-    """The KL in nats a token of one scheme in one half of one layer."""
+    """The KL, in nats per token, of one scheme in one part of one layer."""
 
     path: str
     half: Half
@@ -64,9 +64,9 @@ class Damage:
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """All damages of a model, with the tokens that they were measured over: rows, tokens of a prompt, predictions a row.
+    """All damages of a model, and their measurement: texts (``rows``), tokens of a prompt, predictions per text (``steps``).
 
-    ``floor``: the KL with every layer stored as it is, which rounding alone makes.
+    ``floor``: the KL with every layer dense, which is rounding.
     """
 
     model: str
@@ -78,11 +78,11 @@ class Sensitivity:
     floor: float
 
     def of(self, path: str, half: Half) -> dict[str, float]:
-        """KL by scheme of one half of one layer, never below zero."""
+        """Return the KL by scheme of one part of one layer, at least zero."""
         return {item.scheme: max(0.0, item.kl) for item in self.damages if (item.path, item.half) == (path, half)}
 
     def save(self, path: Path) -> None:
-        """Write it as JSON."""
+        """Write the damages as JSON."""
         layers = [
             {"path": item.path, "end": item.end, "halves": [half.value for half in item.halves], "slots": [
                 {"heads": slot.heads, "head_dim": slot.head_dim, "dtype": str(slot.dtype).removeprefix("torch."), "role": slot.role.value}
@@ -98,7 +98,7 @@ class Sensitivity:
 
     @staticmethod
     def load(path: Path) -> Sensitivity:
-        """Read what ``save`` wrote; raises SensitivityUnread."""
+        """Return the damages of a file that ``save`` wrote. Raises SensitivityUnread."""
         try:
             read = read_json(path, Saved)
         except FileUnfit as error:
@@ -112,7 +112,7 @@ Size = Annotated[int, Range(1)]
 
 @dataclass(frozen=True)
 class SavedSlot:
-    """One slot as the file has it."""
+    """One slot as stored in the file."""
 
     heads: Size
     head_dim: Size
@@ -120,13 +120,13 @@ class SavedSlot:
     role: Role
 
     def spec(self) -> SlotSpec:
-        """Return the facts that schemes take."""
+        """Return the slot's facts in the form that schemes take."""
         return SlotSpec(self.heads, self.head_dim, self.dtype, self.role)
 
 
 @dataclass(frozen=True)
 class SavedLayer:
-    """One layer as the file has it."""
+    """One layer as stored in the file."""
 
     path: str
     end: Size | None
@@ -136,7 +136,7 @@ class SavedLayer:
 
 @dataclass(frozen=True)
 class Saved:
-    """A whole file, as ``Sensitivity.save`` writes it."""
+    """The contents of a file that ``Sensitivity.save`` wrote."""
 
     format: Annotated[int, Range(FORMAT, FORMAT)]
     model: str
@@ -149,7 +149,7 @@ class Saved:
 
 
 def layers_of(model: Model) -> tuple[Layer, ...]:
-    """The layers of a traced model; raises NotPlanned where a policy by module path could not tell its caches apart."""
+    """Return the layers of a traced model. Raises NotPlanned if module paths do not identify its caches."""
     by_path: dict[str, list[Any]] = {}
     for item in model.stores(DENSE).stored:
         by_path.setdefault(item.path, []).append(item)
@@ -166,9 +166,9 @@ def layers_of(model: Model) -> tuple[Layer, ...]:
 
 
 class Trial:
-    """A model, tokens to decode, and the reference that policies are held against.
+    """A model, tokens to decode, and the reference that policies are compared with.
 
-    ``ids``: int64 [B, T]; the first ``prompt`` are prefilled, the others decoded one by one. ``cache``: makes an empty cache.
+    ``ids``: int64 [B, T]; the first ``prompt`` are prefilled, the others decoded one by one. ``cache``: returns an empty cache.
     """
 
     def __init__(self, model: Any, ids: torch.Tensor, prompt: int, cache: Callable[[], Any], inner: str = "eager") -> None:
@@ -179,9 +179,9 @@ class Trial:
         self.reference = whole[:, prompt - 1 :].double().log_softmax(-1)
 
     def kl(self, policy: object, validate: bool = True) -> float:
-        """KL in nats a token, from the model as it is to the model under a policy.
+        """Return the KL, in nats per token, from the uncompiled model to the model under a policy. Raises SiteRefused.
 
-        ``validate``: try the rewrite of each site, which says the same whatever the scheme. Raises SiteRefused.
+        ``validate``: validate each rewritten site; once is enough, since the result does not depend on the scheme.
         """
         torch.compiler.reset()
         compiled, cache = torch.compile(self.model, backend=backend(policy, inner=self.inner, strict=True, validate=validate)), self.cache()
@@ -196,14 +196,14 @@ class Trial:
 
 
 def only(layer: str, pair: Pair) -> Policy:
-    """The policy that stores one layer by a pair, and all others as they are."""
+    """Return the policy that stores one layer in a pair of schemes and all others dense."""
     return Policy((("*", Pair(Dense(), Dense())), (layer, pair)))
 
 
 def measured(
     name: str, trial: Trial, layers: Sequence[Layer], schemes: Sequence[str], done: Callable[[str], None] = lambda what: None
 ) -> Sensitivity:
-    """Measure every scheme in every half of every layer; ``done`` is told of each. A half that refuses a scheme has no damage of it."""
+    """Return the damages of every scheme in every part of every layer; ``done`` is called after each. Refused schemes are left out."""
     floor = trial.kl(DENSE)
     damages = tuple(_measured(trial, layers, schemes, done))
     return Sensitivity(name, tuple(layers), damages, trial.ids.shape[0], trial.prompt, trial.reference.shape[1], floor)

@@ -1,8 +1,8 @@
-"""Stores of a model under a policy: the slots that the matcher found, planned by the package's own plan, and their bytes.
+"""Stores of a model under a policy: the matched slots, planned by ``passes.plan``, and their bytes.
 
-A slot is compressed where every graph that attends over it lets its scheme hold it. Otherwise its tensor stays as the model made it, and
-costs what a dense cache costs. Bytes come from ``Layout.nbytes`` with as many pages as the runtime's ``Growth`` reserves, so what is
-planned is what stores hold, to the byte; but for a scheme that keeps to a budget, whose budget it is.
+A slot is compressed if its scheme can hold it in every graph that attends over it; otherwise its tensor stays dense. Bytes come from
+``Layout.nbytes`` with as many pages as the runtime's ``Growth`` reserves, so planned bytes equal allocated bytes; for a scheme with a
+budget they are the budget.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Share(enum.Enum):
 
 
 def _share(plane: PlaneSpec, first: bool) -> Share:
-    """The purpose of one plane, by what its layout says of it; ``first``: whether it is the first that ``encode`` makes."""
+    """Return the purpose of one plane, from its spec; ``first``: whether it is the first that ``encode`` returns."""
     if plane.originals:
         return Share.TIER2
     if plane.tally or plane.placed:
@@ -56,13 +56,14 @@ def _share(plane: PlaneSpec, first: bool) -> Share:
 
 @dataclass(frozen=True)
 class Stored:
-    """One slot in numbers: its scheme and layout, or None for a tensor that stays dense.
+    """One slot in numbers: its scheme and layout; ``scheme`` None: it stays dense.
 
-    ``end``: the tokens that it holds at most, None for as many as the sequence has. ``exact``: whether a cache without an end is as long as
-    the sequence from the start (a static one), so that no room is reserved behind it. ``pooled``: a pool of ``end`` places that is
-    stored whole, whatever the batch. ``forgets``: whether it keeps its newest ``end`` tokens, as a sliding window does. ``once``: the
-    tokens of a cache that is written once, such as that of cross-attention, as many as in the traced call. ``still``: whether no room is
-    reserved behind its tokens.
+    ``end``: the most tokens that it holds, None for all of the sequence.
+    ``exact``: whether a cache without an end is allocated for the sequence's length (a static one), so that no room is reserved after it.
+    ``pooled``: a pool of ``end`` slots that is stored whole, whatever the batch.
+    ``forgets``: whether it keeps only its newest ``end`` tokens, as a sliding window does.
+    ``once``: tokens of a cache that is written once, such as that of cross-attention, as traced; None for other caches.
+    ``still``: whether no room is reserved after its tokens.
     """
 
     path: str
@@ -78,14 +79,17 @@ class Stored:
 
     @staticmethod
     def of(item: SlotPlan, site: Site, kept: bool, capacity: int | None, written: SlotPlan | None) -> Stored:
-        """The numbers of a planned slot; ``kept``: whether its tensor stays as it is; ``capacity``: that of caches as long as asked for.
+        """Return the numbers of a planned slot.
 
-        ``written``: of a cache that is written once, its plan in the graph that writes it.
+        ``kept``: whether it stays dense. ``capacity``: that of caches as long as the sequence.
+        ``written``: the slot's plan in the graph that writes it, for a cache that is written once; else None.
         """
         scheme = None if kept else item.scheme
         if written is not None:
             count = estimate(written.slot.write.count)
-            # A prompt that happens to be as long as what the encoder read tells the runtime nothing; this one is no measure.
+            # The runtime sees that a concatenated cache is written once by its count, which differs from the prompt's (``plan._still``).
+            # Equal
+            # counts in the traced call are a coincidence, so they are not compared here.
             still = written.slot.kind.facts.grows
             return Stored(site.path, item.spec, scheme, item.layout, written.end, once=count, still=still)
         pooled = item.slot.block_table is not None
@@ -95,7 +99,7 @@ class Stored:
         return Stored(site.path, item.spec, scheme, item.layout, None if exact else end, exact, pooled, forgets)
 
     def tokens(self, tokens: int) -> int:
-        """Tokens stored of ``tokens`` in the sequence."""
+        """Return how many of a sequence's ``tokens`` tokens are stored."""
         if self.once is not None:
             return self.once
         if self.pooled:
@@ -103,7 +107,7 @@ class Stored:
         return tokens if self.end is None else min(tokens, self.end)
 
     def pages(self, tokens: int) -> int:
-        """Pages that the runtime reserves for a sequence of ``tokens`` tokens."""
+        """Return the pages that the runtime reserves for a sequence of ``tokens`` tokens."""
         if self.pooled:
             return pages_for(self.end or 0)
         if self.still:
@@ -111,7 +115,7 @@ class Stored:
         return max(LEAST_PAGES, GROWTH.pages(self.tokens(tokens), tokens if self.exact else self.end))
 
     def bytes_per_token(self, tokens: int) -> float:
-        """Bytes that one more token of a row takes where it has ``tokens``: none in a window that is full, or a cache written once."""
+        """Return the bytes that one more token of a row takes at ``tokens`` tokens: 0 in a full window or a cache written once."""
         if self.pooled or self.once is not None or (self.end is not None and tokens >= self.end):
             return 0.0
         values = self.slot.heads * self.slot.head_dim
@@ -122,12 +126,12 @@ class Stored:
         return self.layout.bytes_per_token(self.slot.heads)
 
     def dense(self, batch: int, tokens: int) -> int:
-        """Bytes of the tokens as the model makes them."""
+        """Return the bytes of a dense cache of the same tokens."""
         rows = 1 if self.pooled else batch
         return rows * self.tokens(tokens) * self.slot.heads * self.slot.head_dim * self.slot.dtype.itemsize
 
     def shares(self, batch: int, tokens: int) -> Iterable[tuple[Share, bool, int]]:
-        """Bytes by their purpose, and whether they are in pinned host memory on a GPU."""
+        """Yield (purpose, whether in pinned host memory on a GPU, bytes)."""
         if self.scheme is None:
             yield Share.LEFT, False, self.dense(batch, tokens)
         elif isinstance(self.scheme, Adaptive):
@@ -141,11 +145,11 @@ class Stored:
                 yield _share(plane, index == 0), plane.host, Layout((plane,)).nbytes(pages, rows, self.slot.heads)
 
     def nbytes(self, batch: int, tokens: int) -> int:
-        """Bytes of all planes, on the device and the host."""
+        """Return the bytes of all planes, on the device and the host."""
         return sum(count for _, _, count in self.shares(batch, tokens))
 
     def formula(self, pages: sympy.Expr) -> sympy.Expr:
-        """Bytes over ``BATCH`` rows, ``pages`` pages and, where nothing is paged, ``TOKENS`` tokens."""
+        """Return the bytes as an expression in ``BATCH``, ``pages`` and, for slots without pages, ``TOKENS``."""
         if self.once is not None:
             fixed = self.scheme is None or isinstance(self.scheme, Adaptive)
             return self.nbytes(1, 0) * BATCH if fixed else self.layout.nbytes(sympy.Integer(self.pages(0)), BATCH, self.slot.heads)
@@ -163,26 +167,26 @@ class Stored:
 
 @dataclass(frozen=True)
 class Remainder:
-    """Cache tensors of the model that no slot lives in: bytes of a row whatever its length, and bytes a token of a row."""
+    """Cache tensors that belong to no slot: bytes per row at any length, and bytes per token of a row."""
 
     fixed: int = 0
     per_token: int = 0
 
     def nbytes(self, batch: int, tokens: int) -> int:
-        """Bytes of ``batch`` rows of ``tokens`` tokens."""
+        """Return the bytes of ``batch`` rows of ``tokens`` tokens."""
         return batch * (self.fixed + self.per_token * tokens)
 
 
 @dataclass(frozen=True)
 class Stores:
-    """All stores of a model under one policy, what stays dense beside them, and why."""
+    """All stores of a model under one policy, the dense remainder, and the refusals."""
 
     stored: tuple[Stored, ...]
     remainder: Remainder = Remainder()
     refusals: tuple[Refusal, ...] = ()
 
     def shares(self, batch: int, tokens: int) -> dict[tuple[Share, bool], int]:
-        """Bytes by purpose, on the device (False) and in pinned host memory (True)."""
+        """Return bytes by (purpose, whether in pinned host memory)."""
         found: Counter[tuple[Share, bool]] = Counter()
         for item in self.stored:
             for share, host, count in item.shares(batch, tokens):
@@ -191,23 +195,23 @@ class Stores:
         return dict(found)
 
     def bytes_per_token(self, tokens: int) -> float:
-        """Bytes that one more token of a row takes, on the device and the host."""
+        """Return the bytes that one more token of a row takes, on the device and the host."""
         return sum(item.bytes_per_token(tokens) for item in self.stored) + self.remainder.per_token
 
     def device_bytes(self, batch: int, tokens: int) -> int:
-        """Bytes on the device."""
+        """Return the bytes on the device."""
         return sum(count for (_, host), count in self.shares(batch, tokens).items() if not host)
 
     def host_bytes(self, batch: int, tokens: int) -> int:
-        """Bytes in pinned host memory."""
+        """Return the bytes in pinned host memory."""
         return sum(count for (_, host), count in self.shares(batch, tokens).items() if host)
 
     def dense_bytes(self, batch: int, tokens: int) -> int:
-        """Bytes of the cache as the model makes it, for as many tokens."""
+        """Return the bytes of a dense cache of the same tokens."""
         return sum(item.dense(batch, tokens) for item in self.stored) + self.remainder.nbytes(batch, tokens)
 
     def growing_bytes(self, batch: int, tokens: int) -> int:
-        """Bytes of the largest plane on the device that grows: while a store grows, one plane of one slot is there twice."""
+        """Return the bytes of the largest plane on the device that grows: while a store grows, one plane exists twice."""
         planes = (
             Layout((plane,)).nbytes(item.pages(tokens), batch, item.slot.heads) for item in self.stored
             if item.scheme is not None and not isinstance(item.scheme, Adaptive) and item.once is None
@@ -217,31 +221,31 @@ class Stores:
 
     @property
     def formula(self) -> sympy.Expr:
-        """All bytes, on the device and the host, over ``BATCH``, ``TOKENS``, and the pages of stores by their end (``page_symbol``)."""
+        """All bytes, device and host, as an expression in ``BATCH``, ``TOKENS`` and the pages of stores by end (``page_symbol``)."""
         total = sum((item.formula(page_symbol(item.end)) for item in self.stored), sympy.Integer(0))
         return sympy.expand(total + BATCH * (self.remainder.fixed + self.remainder.per_token * TOKENS))
 
     @property
     def ends(self) -> tuple[int | None, ...]:
-        """The different ends of its stores, those without one first."""
+        """The distinct ends of the stores, None first."""
         return tuple(sorted({item.end for item in self.stored if item.once is None}, key=lambda end: -1 if end is None else end))
 
 
 def page_symbol(end: int | None) -> sympy.Symbol:
-    """The symbol of the pages that stores with this end reserve."""
+    """Return the symbol for the pages that stores with this end reserve."""
     return sympy.Symbol("N" if end is None else f"N_{end}", integer=True, positive=True)
 
 
 def planned(observed: Observed, policy: Policy, remainder: Remainder = Remainder(), capacity: int | None = None) -> Stores:
-    """Plan every slot of a model; slots that a scheme refuses stay dense and are listed.
+    """Return the stores of a model under a policy; slots that a scheme refuses stay dense and are listed.
 
-    ``capacity``: that of the traced static cache, which stands for the length of whatever sequence bytes are asked for.
+    ``capacity``: that of the traced static cache, which stands for the length of the sequence.
     """
     found: dict[Place, tuple[SlotPlan, Site]] = {}
     known: dict[Place, tuple[SlotPlan, Site]] = {}
     kept: set[Place] = set()
     refusals: dict[tuple[str, str], Refusal] = {}
-    # The step's graphs first: what a prompt's graph says of a slot may know less, such as the slots of a window that is not full.
+    # The step's graphs first: a prompt's graph may say less about a slot, such as the size of a window that is not full.
     for seen in reversed(observed.graphs):
         made = plan(seen.matched, policy)
         refusals |= {(item.path, item.reason): item for item in made.refusals if item.stage is Stage.PLAN}
@@ -260,9 +264,9 @@ def planned(observed: Observed, policy: Policy, remainder: Remainder = Remainder
 
 
 def _written_once(observed: Observed) -> dict[Place, SlotPlan]:
-    """Slots that calls of one length write and those of another only read, as the first one that writes plans them.
+    """Return the slots that calls of one length write and calls of another only read, each with the first plan that writes it.
 
-    Not graphs are compared but calls: where graphs break, one may write what the next one of the same call reads.
+    Calls are compared, not graphs: after a graph break one graph may write what the next one of the same call reads.
     """
     found: dict[Place, dict[int, list[SlotPlan]]] = {}
     for seen in observed.graphs:

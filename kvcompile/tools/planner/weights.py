@@ -1,7 +1,7 @@
-"""Weights: the bytes of a model's parameters as they are, or as a weight quantization would store its matrices.
+"""Weights: the bytes of a model's parameters in their own dtype, or with matrices in a weight quantization format.
 
-Only counted: this package quantizes caches. Embeddings, the output head, norms and biases stay in the model's dtype, as weight
-quantizers leave them; matrices of linear layers and of experts (parameters of three dims) take the format's bits. Tied weights count once.
+Only counted: this package quantizes caches. Embeddings, the output head, norms and biases keep the model's dtype, as weight quantizers
+leave them; parameters of linear layers and of experts with two or more dims take the format's bits. Tied weights count once.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 GROUP = 128
-"""Inputs that share a scale in four-bit weights, as AWQ and GPTQ are usually run."""
+"""Inputs that share a scale in four-bit weights, as is usual for AWQ and GPTQ."""
 
 
 class WeightFormat(enum.Enum):
-    """How the matrices of a model are stored."""
+    """The storage format of a model's matrices."""
 
     NATIVE = "native"
     FP8 = "fp8"
@@ -26,7 +26,7 @@ class WeightFormat(enum.Enum):
     INT4 = "int4"
 
     def bits(self, dtype: torch.dtype) -> float:
-        """Bits a matrix entry: int4 with a 16-bit scale and a 4-bit zero point for 128 inputs; scales of fp8 and int8 rows not counted."""
+        """Return the bits per matrix entry: int4 with a 16-bit scale and a 4-bit zero point per 128 inputs; fp8 and int8 without scales."""
         if self is WeightFormat.NATIVE:
             return 8 * dtype.itemsize
         return 4 + (16 + 4) / GROUP if self is WeightFormat.INT4 else 8
@@ -42,12 +42,12 @@ class Weights:
     buffers: int = 0
 
     def nbytes(self, stored: WeightFormat) -> int:
-        """Bytes of all parameters and buffers, the matrices as ``stored`` says."""
+        """Return the bytes of all parameters and buffers, with matrices in the format ``stored``."""
         return math.ceil(self.entries * stored.bits(self.dtype) / 8) + self.others + self.buffers
 
 
 def counted(model: torch.nn.Module) -> Weights:
-    """Count a model's weights by module: what is no embedding and no output head counts as a matrix, if it has two dims or more."""
+    """Return a model's weights: parameters of two or more dims count as matrices, except embeddings and the output head."""
     kept = {id(parameter) for module in model.modules() if isinstance(module, torch.nn.Embedding) for parameter in module.parameters()}
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     kept |= {id(parameter) for parameter in head.parameters()} if isinstance(head, torch.nn.Module) else set()
