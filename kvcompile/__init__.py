@@ -65,7 +65,7 @@ _PLACES = {
     "kvcompile.tools.planner.fitting": ("fit",),
     "kvcompile.types": ("Granularity",),
 }
-"""The module that each public name is imported from when it is first asked for."""
+"""Public names by the module that defines them; a module is imported when one of its names is first asked for."""
 _MODULES = {name: module for module, names in _PLACES.items() for name in names}
 
 
@@ -85,7 +85,10 @@ def __dir__() -> list[str]:
 
 
 class _Face(ModuleType):
-    """The package, of which ``backend`` and ``explain`` are the functions, also once the modules of these names are imported."""
+    """The package's module class.
+
+    ``kvcompile.backend`` and ``kvcompile.explain`` stay functions after the submodules of these names are imported.
+    """
 
     def __setattr__(self, name: str, value: object) -> None:
         if isinstance(value, ModuleType) and _MODULES.get(name) == value.__name__:
@@ -95,7 +98,7 @@ class _Face(ModuleType):
 
 sys.modules[__name__].__class__ = _Face
 
-# torch.load admits compressed caches from here on. The command line (``kvcompile``, ``python -m kvcompile``) loads none before it has read
-# its options, and answers --help and wrong ones without torch.
+# From here on torch.load reads compressed caches. The command line (``kvcompile``, ``python -m kvcompile``) skips this import: it loads no
+# cache before it has parsed its options, and answers --help and wrong options without importing torch.
 if Path(sys.argv[0] if sys.argv else "").name not in {"kvcompile", "kvcompile.exe", "-m"}:
     import kvcompile.files.pickled  # noqa: F401

@@ -1,4 +1,4 @@
-"""``python -m kvcompile`` is the command ``kvcompile``."""
+"""Run the command ``kvcompile`` as ``python -m kvcompile``."""
 
 from kvcompile.tools.cli.main import main
 

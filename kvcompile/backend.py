@@ -1,4 +1,4 @@
-"""The backend: capture, match, plan, rewrite, verify, lower, run; one page, in order.
+"""The backend: one object per policy and settings, which Dynamo calls with each graph; reports and telemetry of all its graphs.
 
     torch.compile(model, backend=kvcompile.backend(scheme="int4"))
 """
@@ -37,22 +37,22 @@ class Backend:
     """A Dynamo backend for one policy and one set of settings; make it with ``kvcompile.backend``."""
 
     def __init__(self, policy: Policy, settings: Settings) -> None:
-        # A rewritten graph calls its schemes' operations by name: they are defined before there can be one.
+        # A rewritten graph calls its schemes' operations by name, so they are registered before the first graph.
         plugins(scheme for _, pair in policy.pairs for scheme in (pair.k, pair.v))
         self.policy, self.settings = policy, settings
         self.graphs: list[GraphReport] = []
         self.records = records()
         self.paths: set[str] = set()
-        # None once the modules of a graph are not known: nothing is known of a model then.
+        # Module paths seen so far; None once a graph did not say its modules: then no entry can be called unmatched.
         self.modules: set[str] | None = set()
         self.checked = False
-        # What Inductor would compile anew is validated anew as well; the other ways to run a graph keep nothing on disk.
+        # Verdicts are kept on disk under the same conditions as Inductor's code; the other inner compilers keep nothing on disk.
         verdicts = VerdictCache(PersistentKeys("validated") if settings.inner is Inner.INDUCTOR else None)
         self.memory = Memory(LiveCaches(added_up), Growth(least=settings.reserve), Newest(), Newest(), verdicts)
         self.__name__ = "kvcompile"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Backend:
-        # generate() copies its compile configuration; a copy would record graphs that nobody can see.
+        # generate() copies its compile configuration; a copied backend would record graphs that the user's object does not show.
         return self
 
     def __copy__(self) -> Backend:
@@ -66,7 +66,7 @@ class Backend:
         try:
             compiled = graph.run()
         except TensorifyScalarRestartAnalysis:
-            # Dynamo comes back with another graph in place of this one.
+            # Dynamo retraces and calls again with another graph for the same code.
             self.graphs.pop()
             raise
         except BaseException:
@@ -77,11 +77,12 @@ class Backend:
         return compiled
 
     def _check_policy(self, paths: set[str], gm: fx.GraphModule) -> None:
-        """Hold the policy's entries against the model when an attention is met again: then one pass of the model was seen.
+        """Raise EntryUnmatched for a policy entry that matches no module of the model, once an attention is compiled a second time.
 
-        Nothing less says so: graph breaks give each layer a graph of its own, and a backend may serve two models. An entry that matches no
-        module raises EntryUnmatched. Of one that matches modules without a cache a warning is given, once; also where the modules are not
-        known, as a draft may run the first layers alone.
+        A second compilation of one module path means that a whole pass of the model was seen; before that, graph breaks may still add
+        layers, and one backend may serve two models. An entry that matches modules, but none with a cached attention, is only warned about,
+        once; so is every unmatched entry if the model's modules are not known, since a draft model may run the first layers alone.
+        ``paths``: module paths of the attentions of the graph ``gm``.
         """
         if not paths or not self.policy.unmatched(()):
             return
@@ -100,7 +101,7 @@ class Backend:
         self.checked = True
 
     def report(self) -> Report:
-        """Return the report: what was compiled so far, and the caches that live now."""
+        """Return a Report of all graphs compiled so far and of the caches that are alive."""
         report = Report(graphs=list(self.graphs), unmatched=self.policy.unmatched(self.paths) if self.paths else ())
         report.stayed_dense = tuple(f"{key[1]}: {why}" for key, why in self.memory.reported.items() if isinstance(key, tuple))
         for state in [group for live in self.memory.live for group in live.groups]:
@@ -119,7 +120,10 @@ class Backend:
         return report
 
     def _disorder(self) -> list[str]:
-        """Return, and log, what came out of order in rows of live caches, once for the layers of a model. Waits for the device."""
+        """Return one error message per row of live caches whose tokens came out of order, without repeats over layers; log each.
+
+        Waits for the device.
+        """
         found: dict[tuple[object, ...], str] = {}
         for error in [error for state in self.memory.live if state.windowed for error in state.disorder()]:
             found.setdefault((error.facts["row"], error.facts["expected"], error.facts["found"]), str(error))
@@ -128,7 +132,10 @@ class Backend:
         return list(found.values())
 
     def stored_tokens(self) -> list[StoredTokens]:
-        """Return the tokens of live caches of adaptive schemes, by module path; read them before the next step, which changes them."""
+        """Return the stored tokens of live caches with an adaptive scheme, ordered by module path.
+
+        The next step changes them: read them before it.
+        """
         found = [
             store.tokens(state.length, state.path) for state in self.memory.live for store in state.stores.values()
             if isinstance(store, AdaptiveStore)
@@ -136,19 +143,23 @@ class Backend:
         return sorted(found, key=lambda item: ordered(item.path))
 
     def telemetry(self) -> Telemetry:
-        """Return what attention with a certificate did, and others reported, in all caches and layers so far; waits for the device."""
+        """Return the telemetry of certified and of reporting attention, summed over all caches, layers and steps so far.
+
+        Waits for the device.
+        """
         self._disorder()
         return Telemetry.of(added_up([plane]) for plane in self.memory.live.telemetry_planes())
 
     def telemetry_of_heads(self) -> list[HeadTelemetry]:
-        """Return the same of every batch row and kv head of the caches that live, ordered by module path; waits for the device."""
+        """Return the telemetry of each batch row and kv head of the live caches, ordered by module path. Waits for the device."""
         found = [item for state in self.memory.live for plane in state.telemetry() for item in of_heads(state.path, *plane)]
         return sorted(found, key=HeadTelemetry.place)
 
     def certificates(self) -> list[HeadCertificate]:
-        """Return the certificates of the last step of the caches that live, by module path, batch row and query head; waits for the device.
+        """Return the certificates of the last step of the live caches, by module path, batch row and query head. Waits for the device.
 
-        A query head's newest query counts, and of a kv head its first 16 query heads. Before the first step there are none.
+        One certificate per query head, for its newest query; of a kv head only the first 16 query heads have one. Empty before the first
+        step.
         """
         found = [item for state in self.memory.live for plane in state.telemetry() for item in certificates_of(state.path, *plane)]
         return sorted(found, key=HeadCertificate.place)
@@ -157,22 +168,23 @@ class Backend:
 def backend(scheme: object = "int8", *, inner: str | Inner = Inner.INDUCTOR, strict: bool = False, mode: str | None = None,
             options: Mapping[str, Any] | None = None, reserve: int = 256, certify: Certify | None = None,
             validate: bool | str | Validate = True, fold: bool = False, gluon: str | Gluon = Gluon.MEASURED) -> Backend:
-    """A Dynamo backend that stores KV caches as ``scheme`` says.
+    """Return a Dynamo backend that stores KV caches in ``scheme``. Raises a SchemeError before anything is compiled.
 
-    ``scheme``: a name ("int4"), a spelled scheme ("int4(group=64)"), a Scheme, {"k": ..., "v": ...}, or
-    {glob over module paths: any of these, or None to leave those attentions as they are}. A glob that matches no module of the model raises
-    EntryUnmatched once an attention of it is compiled a second time, as a prompt's and a step's graph are.
-    ``inner``: "inductor", "aot_eager" or "eager" compiles the
-    rewritten graph. ``strict``: raise SiteRefused instead of leaving an attention dense. ``mode`` and
-    ``options`` go to Inductor (torch.compile's own arguments win). ``reserve``: the least tokens a store
-    holds. ``certify``: budgets and checks of the scheme "certified"; of other bounded schemes, which keep no originals, with
-    ``fallback="report"`` only: every step over codes then adds the bounds of its error to ``Backend.telemetry``, and budgets are
-    counted where they are passed. ``validate``: True runs every site beside its rewritten twin over small random tokens when it is
-    compiled, and leaves it as it is where the two differ or could not be run beside each other; "where possible" rewrites what could not
-    be run, with a warning; False runs nothing. ``fold``: compile equal layers once; off by default, as it was not measured on CUDA.
-    ``gluon``: "measured", "always" or "never" says which attentions of one new token the Gluon kernel runs on CUDA (``settings.Gluon``);
-    "never" leaves them to the Triton template, whatever the kernel's fault may be.
-    Raises a SchemeError before anything is compiled.
+    ``scheme``: a name ("int4"), a scheme as text ("int4(group=64)"), a Scheme, {"k": ..., "v": ...}, or a per-layer policy {glob over
+        module paths: any of these, or None to leave these attentions unchanged}. A glob that matches no module of the model raises
+        EntryUnmatched once one of its attentions is compiled a second time (prompt and step are usually two graphs).
+    ``inner``: the compiler of the rewritten graph: "inductor", "aot_eager" or "eager".
+    ``strict``: raise SiteRefused instead of leaving an attention dense.
+    ``mode``, ``options``: passed to Inductor; torch.compile's own arguments win.
+    ``reserve``: the smallest number of tokens that a store allocates.
+    ``certify``: budgets and checks of the scheme "certified". Other bounded schemes, which keep no full-precision copy, take it with
+        ``fallback="report"`` only: each step then adds its error bounds to ``Backend.telemetry`` and counts the budgets that it exceeds.
+        None: no certificates but those of the scheme's defaults.
+    ``validate``: True runs each site and its rewritten twin on small random tokens when it is compiled, and leaves the site unchanged if
+        they differ or cannot be run; "where possible" rewrites, with a warning, sites that cannot be run; False runs nothing.
+    ``fold``: compile equal layers once. Off by default: it was not measured on CUDA.
+    ``gluon``: "measured", "always" or "never": which attentions of one new token run in the Gluon kernel on CUDA (``settings.Gluon``).
+        "never" leaves all to the Triton template, as a way around a fault of the kernel.
     """
     policy = policy_of(scheme) if certify is None else certifying(policy_of(scheme), certify)
     made = Settings(

@@ -1,7 +1,7 @@
-"""Compilation: one graph on its way through the pipeline, from what Dynamo captured to the callable that it runs instead.
+"""Compilation: takes one graph from Dynamo through the pipeline to the callable that Dynamo runs in its place.
 
-capture -> match -> plan -> validate -> rewrite -> bind. A graph without a site, and one that any of these refuses, is compiled as
-it is; compressed caches that reach it are decoded for it.
+capture -> match -> plan -> validate -> rewrite -> bind. A graph with no site, or in which every site is refused, is compiled unchanged;
+compressed caches that it takes are decoded for it.
 """
 
 from __future__ import annotations
@@ -63,15 +63,18 @@ REFUSED = {
         "please report this module; validate=\"where possible\" rewrites what could not be validated, at your own risk",
     ),
 }
-"""For each outcome that leaves a site as it is what the refusal says, and its advice."""
+"""For each outcome that leaves a site unchanged: the reason in its refusal, and the advice."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """State that the graphs of one backend share: live caches and their growth, and what was compiled, bound and validated before.
+    """State that all graphs of one backend share.
 
-    ``compiled``: code by fingerprint. ``bound``: callables and their records by what Dynamo gave. ``verdicts``: of validations.
-    ``reported``: warnings that were given, each once; those of caches that stayed dense by kind and place, with the reason.
+    ``live``: states of live caches. ``growth``: how stores grow.
+    ``compiled``: compiled code by fingerprint of the rewritten graph.
+    ``bound``: bound graphs with their records, by key of Dynamo's graph.
+    ``verdicts``: results of validations.
+    ``reported``: warnings that were logged, each once; for a cache that stayed dense, by (kind, location), the reason.
     """
 
     live: LiveCaches
@@ -83,7 +86,7 @@ class Memory:
 
 
 class Compilation:
-    """One graph, compiled once; ``record`` says what became of it."""
+    """One graph, compiled once; ``record`` holds its stages and ``report`` its result."""
 
     def __init__(
         self, gm: fx.GraphModule, examples: list[Any], policy: Policy, settings: Settings, memory: Memory, index: int,
@@ -99,21 +102,24 @@ class Compilation:
         self.inner = InnerCompiler(settings, mode, options, self.report)
 
     def run(self) -> Code:
-        """The callable that Dynamo runs in place of the graph. Raises TensorifyScalarRestartAnalysis where Dynamo is to begin again."""
+        """Return the callable that Dynamo runs in place of the graph.
+
+        Raises TensorifyScalarRestartAnalysis if Dynamo must retrace with constants.
+        """
         views = any(type(value) is DecodedView for value in self.examples)
         try:
             code = self._compiled()
             compiled = self._with_attributes(code if isinstance(code, BoundGraph) else noting(code))
         finally:
-            # The real arguments, caches among them, must not live as long as the compiled graph does.
+            # The compiled graph must not keep the example arguments alive: caches are among them.
             self.examples = []
         return over_tensors(compiled) if views else compiled
 
     def _with_attributes(self, code: Code) -> Code:
-        """Code of the caller's own arguments: Dynamo's attributes stand behind them.
+        """Wrap ``code`` so that it takes the caller's arguments and appends the tensors that Dynamo left as attributes of its graph.
 
-        No guard tells Dynamo when a cache among those is compressed, so each call looks for itself: what ``code`` does not take
-        compressed is decoded for it, or made dense where it may be written.
+        No Dynamo guard watches whether such a cache is compressed, so each call checks: a compressed cache that ``code`` does not take is
+        decoded for the call, or made dense if the graph may write it.
         """
         if not self.attributes:
             return code
@@ -159,7 +165,7 @@ class Compilation:
             matched = match(captured)
             self.effects = matched.effects
             planned = self._validated(captured, matched, plan(matched, self.policy))
-            # Two models of one shape do not share a callable: a CUDA graph holds the addresses of one.
+            # Two models of equal shapes get different keys: a CUDA graph contains the addresses of one model's parameters.
             salt = f"{settled}:{identities(self.examples)}"
             variants = Variants(captured, planned, matched.effects, self.inner, self.memory.compiled, self.policy.spec(), salt)
             if planned.sites:
@@ -169,7 +175,7 @@ class Compilation:
             if isinstance(error, KvcompileError) and not isinstance(error, (Unsupported, VerificationFailed)):
                 raise
             log.debug("a graph could not be analysed", exc_info=True)
-            # Never an error of the program, unless ``strict``.
+            # A fault of the analysis must not fail the user's program, unless ``strict``.
             self.report.refusals = (_fault(Stage.MATCH, "analysed", error),)
             self._announce()
             return self._dense(captured, None)
@@ -193,7 +199,7 @@ class Compilation:
         return bound
 
     def _known(self, key: str) -> BoundGraph | None:
-        """The callable of this very graph from before its caches were compressed, if there is one."""
+        """Return the bound graph that an equal graph was compiled to before its caches were compressed, or None."""
         if key not in self.memory.bound:
             return None
         bound, record = self.memory.bound[key]
@@ -205,7 +211,10 @@ class Compilation:
         return bound
 
     def _validated(self, captured: Captured, matched: Matched, planned: Plan) -> Plan:
-        """The plan without the sites whose rewritten twin does something else than they do, or may do so for all that could be tried."""
+        """Return the plan without the sites that validation refuses.
+
+        A site is refused if its twin differs, or cannot be run and the settings do not allow that.
+        """
         if self.settings.validate is Validate.NEVER:
             return planned
         found = verdicts(captured, matched.effects, [item.site for item in planned.sites], self.examples, self.memory.verdicts)
@@ -230,7 +239,7 @@ class Compilation:
         return Plan(kept, (*planned.refusals, *refusals), planned.left_out)
 
     def _announce(self) -> None:
-        """Log what was refused or not validated; raises SiteRefused where ``strict``."""
+        """Log new refusals and sites that were rewritten without validation; raise SiteRefused if ``strict`` and a site was refused."""
         for refusal in self.report.refusals:
             if str(refusal) not in self.memory.reported:
                 self.memory.reported[str(refusal)] = ""
@@ -247,7 +256,10 @@ class Compilation:
     # --- without sites ---------------------------------------------------------------------------
 
     def _unchanged(self, refusal: Refusal) -> Code:
-        """The graph as Dynamo gave it, compiled as it is; run as it is where it was traced for compressed caches, which become dense."""
+        """Record ``refusal`` and return Dynamo's graph, compiled as given.
+
+        If the call has compressed caches, they become dense and the graph runs uncompiled.
+        """
         self.report.refusals = (refusal,)
         self._announce()
         given = tuple(index for index, value in enumerate(self.examples) if handles.is_handle(value))
@@ -255,7 +267,7 @@ class Compilation:
             constant = dict(enumerate(self.attributes, len(self.examples) - len(self.attributes)))
             constant = {index: tensor for index, tensor in constant.items() if isinstance(tensor, torch.nn.Parameter)}
             return self.inner(self.gm, self.examples, detect_fake_mode(self.examples), constant=constant)
-        # Dynamo traces the next call for the dense tensors: this one is not worth compiling.
+        # The caches become dense in this call and Dynamo retraces for them in the next, so compiling this graph would not pay.
         module, why = unexposed(self.gm), f"a graph takes it that is left as it was: {refusal.reason}"
 
         def run(*args: Any) -> Any:
@@ -264,7 +276,7 @@ class Compilation:
         return run
 
     def _dense(self, captured: Captured, effects: Effects | None) -> Code:
-        """A graph without sites; compressed caches that reach it are decoded for it, each call, or dense again where it writes them."""
+        """Compile a graph without sites. Each call decodes the compressed caches that it reads, and makes those dense that it writes."""
         given = tuple(entry.index for entry in captured.inputs if entry.compressed)
         if not given:
             return self.inner(self.gm, self.examples, captured.fake_mode, constant=parameters(captured.inputs))
@@ -282,7 +294,7 @@ class Compilation:
     # --- with sites ------------------------------------------------------------------------------
 
     def _bound(self, variants: Variants) -> BoundGraph:
-        """The rewritten graph's callable, with the variant compiled that its first call needs, where that is known."""
+        """Return the rewritten graph as a callable; compile the variant that the first call needs if that is already known."""
         started = time.perf_counter()
         captured, planned, effects = variants.captured, variants.planned, variants.effects
         used = {part.slot.placeholder for item in planned.sites for part in item.parts}
@@ -304,7 +316,10 @@ class Compilation:
         return bound
 
     def _late(self, variants: Variants, sites: tuple[SiteReport, ...], variant: Variant) -> tuple[Rewritten, Code]:
-        """A variant that a call needs first. As long as none could be compiled the report says that none of the ``sites`` is rewritten."""
+        """Return a variant that a call needs first, compiled. Until one compiles, the report shows ``sites`` as refused.
+
+        Raises NotCompiled.
+        """
         try:
             made = variants.compiled(variant)
         except NotCompiled as error:
@@ -317,7 +332,10 @@ class Compilation:
         return made
 
     def _as_captured(self, captured: Captured) -> Code:
-        """The graph without its rewrite, compiled when a call first needs it; run as it is where that fixes a size that nobody guards."""
+        """Return the captured graph compiled without its rewrite.
+
+        The graph is left uncompiled if compiling would fix a size that no guard protects.
+        """
         before = Beliefs.of(captured.fake_mode.shape_env)
         with compile_lock:
             code = self.inner(captured.module, captured.fakes, captured.fake_mode, constant=parameters(captured.inputs))
@@ -328,7 +346,7 @@ REPORT = "please report this model with the output of TORCH_LOGS=+kvcompile"
 
 
 def _fault(stage: Stage, done: str, error: Exception) -> Refusal:
-    """Return the refusal of a whole graph that an error kept from being ``done``; one of ours gives its advice, and no other is added."""
+    """Return a refusal of the whole graph: an ``error`` kept it from being ``done``. An error of kvcompile brings its own advice."""
     first = next(iter(str(error).splitlines()), "")
     if isinstance(error, KvcompileError):
         said, _, advice = first.rpartition("; ")

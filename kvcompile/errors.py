@@ -1,14 +1,13 @@
-"""Every way kvcompile can fail, one class each: what was expected, what was found, where, what to do.
+"""Errors of kvcompile, one class per kind: what was expected, what was found, where, and what to do.
 
-The message template stands on the class, so that a reader of the code sees every sentence a user can
-meet, and a caller catches a kind of failure rather than parsing text.
+Each class holds its message template, so that all messages can be read here and a caller catches a kind of error instead of parsing text.
 """
 
 from __future__ import annotations
 
 
 class KvcompileError(Exception):
-    """Base of all errors that this package raises; ``template`` is filled from keyword arguments."""
+    """Base of all errors of this package. ``template`` is formatted with the keyword arguments, which stay in ``facts``."""
 
     template = "{detail}"
 
@@ -18,13 +17,13 @@ class KvcompileError(Exception):
 
 
 class FileUnfit(KvcompileError, ValueError):
-    """Raised by the readers of ``kvcompile.files``; whoever reads a kind of file raises that kind's own error from it, with what to do."""
+    """Raised by the readers of ``kvcompile.files``; their callers raise the error of their own kind of file from it, with advice."""
 
     template = "expected {expected} in {where}, found {found}; restore the file or make it anew"
 
     @property
     def fact(self) -> str:
-        """Return what was expected and found where, for a message that has advice of its own."""
+        """The message without its advice, for callers that give their own."""
         return str(self).rpartition("; ")[0]
 
 
@@ -253,7 +252,7 @@ class BadSetting(KvcompileError, ValueError):
 
 
 class CompileError(KvcompileError):
-    """Base of the errors while a graph is being compiled."""
+    """Base of the errors while a graph is compiled."""
 
 
 class SiteRefused(CompileError):
@@ -300,9 +299,9 @@ class SizesFixed(NotCompiled):
 
 
 class CallRefused(KvcompileError):
-    """Base of the errors for a call that a compressed cache cannot serve and the dense cache can; nothing was written yet.
+    """Base of the errors for a call that a compressed cache cannot serve but a dense one can; raised before anything is written.
 
-    Raised with ``strict=True``; else the dense cache serves the call (``runtime.dense_calls``), with the error's text as a warning.
+    Raised with ``strict=True``; otherwise the call runs over the dense cache (``runtime.call.dense_calls``) and the message is a warning.
     """
 
 
@@ -393,7 +392,7 @@ class PositionsUnknown(KvcompileError):
 
 
 class PositionsNegative(PositionsUnknown, CallRefused):
-    """Places that are counted from the end of the cache, which dense tensors know."""
+    """Write positions that count from the end of the cache, which only dense tensors support."""
 
 
 class Unsupported(KvcompileError):
@@ -401,7 +400,7 @@ class Unsupported(KvcompileError):
 
 
 class NotServed(Unsupported, CallRefused):
-    """A call that no variant of a rewritten graph can serve; the graph as it was captured can."""
+    """A call that no variant of a rewritten graph can serve; the captured graph without its rewrite can."""
 
 
 class TargetError(KvcompileError):

@@ -1,4 +1,4 @@
-"""Explain: which attentions of a model would be rewritten, how, and why not, without keeping anything compiled."""
+"""Explain: report which attentions of a model would be rewritten, how, and why not. Nothing stays compiled."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from kvcompile.variants import kernel_text
 
 
 def observe(model: Any, inputs: Any, owner: Callable[..., Any]) -> Any:
-    """Run ``model`` once on ``inputs`` under ``owner``, and one more token where a cache comes back; returns the last call's result.
+    """Run ``model`` on a deep copy of ``inputs`` under the backend ``owner`` and return the result.
 
-    The inputs are deep-copied, so a cache among them is not touched.
+    If the result has ``past_key_values``, one more token is run with it, and the result of that call is returned.
     """
     compiled = torch.compile(model, backend=owner)
     args, kwargs = arguments(copy.deepcopy(inputs))
@@ -33,9 +33,9 @@ def observe(model: Any, inputs: Any, owner: Callable[..., Any]) -> Any:
 
 
 def _step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The arguments of one more token behind a prompt, but for its cache; None where no tokens are known, or one alone was given.
+    """Return the arguments of a step of one token after a prompt, without the cache; None if there are no token ids or only one.
 
-    Tensors that go with the first tokens, such as their mask, would not fit one more. What an encoder read, or gave, stays as it is.
+    Tensors that belong to the prompt, such as its mask, are dropped. Arguments of an encoder and its outputs are kept.
     """
     name = "decoder_input_ids" if "decoder_input_ids" in kwargs else "input_ids"
     ids = kwargs.get(name, args[0] if args else None)
@@ -49,7 +49,7 @@ def _step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...
 
 
 def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A mapping, a sequence or one tensor as positional and keyword arguments."""
+    """Return ``inputs`` (a mapping, a sequence or one tensor) as positional and keyword arguments."""
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     if isinstance(inputs, Sequence):
@@ -62,9 +62,10 @@ def explain(
 ) -> Report:
     """Run ``model`` once on ``inputs`` (a mapping, a sequence or one tensor) and report its sites under ``scheme``.
 
-    The inputs are deep-copied, so a cache among them is not touched. Where the result carries a
-    ``past_key_values``, one more token is decoded with it, so that the decode graph is explained too.
-    Bytes are given for ``tokens`` tokens, else for the length that was captured. ``certify`` as ``backend`` takes it.
+    The inputs are deep-copied, so a cache among them is not touched. If the result has ``past_key_values``, one more token is decoded with
+    it, so that the decode graph is reported too.
+    ``tokens``: the cache length to report bytes for; None for the captured length.
+    ``certify``: as for ``backend``.
     """
     owner = backend(scheme, inner=Inner.EAGER, certify=certify)
     observe(model, inputs, owner)
@@ -72,7 +73,7 @@ def explain(
 
 
 def described(owner: Backend, tokens: int | None = None) -> Report:
-    """Report what ``owner`` compiled, without the caches that live: bytes for ``tokens``, kernels as Inductor would make them."""
+    """Return a Report of the graphs that ``owner`` compiled, without live caches: bytes at ``tokens`` tokens, kernels as for Inductor."""
     graphs = []
     for record in owner.records:
         graph, plan, variants = record.report, record.planned, record.variants

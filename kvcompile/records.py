@@ -1,4 +1,4 @@
-"""Records: what the pipeline made of each graph, kept for ``explain`` and ``dump``, a bounded number of them."""
+"""Records: the stages of each compiled graph, kept for ``explain`` and ``dump``, at most ``KEPT`` of them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from kvcompile.report import GraphReport
 from kvcompile.variants import Variants
 
 KEPT = 256
-"""Graphs that a backend remembers. Those that are forgotten still run; they can no longer be dumped, nor be met again."""
+"""Graphs that a backend keeps records of. Older graphs still run, but can no longer be dumped or reused for an equal graph."""
 
 Value = TypeVar("Value")
 
 
 class Newest(OrderedDict[str, Value]):
-    """A mapping of its newest ``KEPT`` entries."""
+    """A mapping that drops its oldest entries beyond ``KEPT``."""
 
     def __setitem__(self, key: str, value: Value) -> None:
         super().__setitem__(key, value)
@@ -28,15 +28,15 @@ class Newest(OrderedDict[str, Value]):
 
 @dataclass(frozen=True)
 class GraphRecord:
-    """One graph of the pipeline: its report, and its stages as far as it came. Holds no argument of a call."""
+    """One graph's report and its pipeline stages; None for a stage that was not reached. Holds no argument of a call."""
 
     report: GraphReport
     captured: Captured | None = None
     planned: Plan | None = None
     variants: Variants | None = None
-    """The rewritten graphs, None where no site was rewritten."""
+    """The rewritten graphs; None if no site was rewritten."""
 
 
 def records() -> deque[GraphRecord]:
-    """An empty list of records that drops the oldest one when it is full."""
+    """Return an empty deque of records that holds the newest ``KEPT``."""
     return deque(maxlen=KEPT)

@@ -1,4 +1,4 @@
-"""The report: what was rewritten, what was refused and why, bytes before and after. Reads the pipeline's values only."""
+"""The report of a backend: sites rewritten, sites refused with the reason, bytes before and after. Reads values of the pipeline only."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvcompile.schemes import Churn, Scheme
 from kvcompile.types import Role
 
 LONGEST_PATH = 36
-"""Module paths up to this stay on one line."""
+"""Longest module path, in characters, that is never wrapped."""
 
 REPORTS = (
     "certify with fallback='report' reads all keys and values a second time at every step, in float64, to bound its error; "
@@ -39,7 +39,10 @@ NOTHING = (
 
 @dataclass(frozen=True)
 class SiteReport:
-    """One rewritten site, in words and numbers; ``tokens`` new ones a call, bytes at a length."""
+    """One rewritten site as text and numbers.
+
+    ``tokens``: new tokens per call; ``bytes_before``, ``bytes_after``: at the reported cache length.
+    """
 
     path: str
     line: str
@@ -58,12 +61,14 @@ class SiteReport:
 
 @dataclass
 class GraphReport:
-    """One captured graph: sites, refusals, and how long our passes and the inner compiler took (seconds).
+    """One captured graph: its sites, its refusals, and the seconds that our passes and the inner compiler took.
 
-    ``kernels`` says, for each variant that was made, which operations the sites became. ``unvalidated``: sites that could not be run beside
-    their rewritten twins and were rewritten nevertheless (``validate="where possible"``), each with the reason; ``validated``: how many
-    could, and did the same. ``notes``: what else differs from the uncompiled model. ``left_out``: module paths of
-    attentions that the policy leaves as they are.
+    ``uncached``: attentions without a cache. ``variants``: names of the rewritten variants that were compiled.
+    ``kernels``: for each of these, the operations that the sites became.
+    ``validated``: sites that were run against their rewritten twin and gave equal results.
+    ``unvalidated``: sites that could not be run and were rewritten all the same (``validate="where possible"``), each with the reason.
+    ``notes``: other differences from the uncompiled model.
+    ``left_out``: module paths of attentions that the policy leaves unchanged.
     """
 
     index: int
@@ -81,12 +86,12 @@ class GraphReport:
 
     @property
     def paths(self) -> set[str]:
-        """The module paths of its attentions, rewritten or not."""
+        """Module paths of the graph's attentions, rewritten or not."""
         found = [*(item.path for item in self.sites), *(item.path for item in self.refusals), *self.left_out]
         return {path for path in found if path}
 
     def take(self, other: GraphReport) -> None:
-        """Take over what ``other`` says of the same graph, but for its index and the time it took."""
+        """Copy every field of ``other``, a report of an equal graph, except its index and seconds."""
         for item in dataclasses.fields(self):
             if item.name not in {"index", "pass_seconds", "compile_seconds"}:
                 setattr(self, item.name, getattr(other, item.name))
@@ -94,15 +99,17 @@ class GraphReport:
 
 @dataclass
 class Report:
-    """All graphs that one backend compiled, and the stores that live; ``tokens`` is the length that bytes are given for.
+    """All graphs that one backend compiled, and its live stores, in bytes.
 
-    ``hosted``: of the bytes allocated, those in pinned host memory. ``never_calibrated``: of each live store that holds tokens
-    without the calibration by queries that its scheme has, how it encodes keys. ``widths``: tokens of live caches by their bits a channel,
-    for keys and for values, over rows and layers, where a scheme gives tokens widths of their own; ``churn``: what changing them took;
-    ``originals``: of the bytes allocated, those of originals that such a scheme keeps beside its budget. ``unmatched``: entries of the
-    policy that match no attention seen so far. ``disorder``: of each row of a live cache whose tokens came out of order where no step
-    looked, what was expected and found; attention gives NaN for it. ``stayed_dense``: caches that calls of rewritten graphs left dense,
-    or made so, with the reasons.
+    ``announced``: bytes as the scheme announces them for the stored tokens; ``allocated``: bytes that stores hold; ``hosted``: the part of
+        ``allocated`` in pinned host memory; ``dense``: bytes of a dense cache of the same tokens.
+    ``never_calibrated``: how keys are encoded, once for each live store whose scheme calibrates on queries and that never saw any.
+    ``tokens``: the cache length that ``SiteReport`` bytes are for; None for the captured length.
+    ``widths``: stored tokens by bits per channel, for keys and for values, over rows and layers, of adaptive schemes.
+    ``churn``: counts of width changes. ``originals``: the part of ``allocated`` that holds full-precision copies outside the budget.
+    ``unmatched``: policy entries that match no attention seen so far.
+    ``disorder``: one message per row of a live cache whose tokens came out of order; attention returns NaN for such a row.
+    ``stayed_dense``: caches that calls of rewritten graphs left dense or made dense, each with the reason.
     """
 
     graphs: list[GraphReport] = field(default_factory=list)
@@ -120,7 +127,7 @@ class Report:
     stayed_dense: tuple[str, ...] = ()
 
     def count_widths(self, role: Role, histogram: Mapping[int, int], churn: Churn) -> None:
-        """Add one live store's tokens by bits, and what its reallocations changed."""
+        """Add the tokens of one live store by bits per channel (``histogram``), and its counts of width changes."""
         held = self.widths.setdefault(role, {})
         for bits, count in histogram.items():
             held[bits] = held.get(bits, 0) + count
@@ -128,12 +135,12 @@ class Report:
 
     @property
     def sites(self) -> int:
-        """Sites rewritten, over all graphs."""
+        """Number of rewritten sites over all graphs."""
         return sum(len(graph.sites) for graph in self.graphs)
 
     @property
     def refusals(self) -> list[Refusal]:
-        """Refusals, over all graphs."""
+        """Refusals of all graphs."""
         return [refusal for graph in self.graphs for refusal in graph.refusals]
 
     def __rich__(self) -> RenderableType:
@@ -146,7 +153,7 @@ class Report:
 
 
 def short_scheme(scheme: Scheme) -> str:
-    """A scheme as a user writes it: the name, and only the options that differ from their defaults."""
+    """Return a scheme as a user writes it: its name, and only the options that differ from their defaults."""
     changed = []
     for option in scheme.options():
         value = getattr(scheme, option.name)
@@ -156,7 +163,7 @@ def short_scheme(scheme: Scheme) -> str:
 
 
 def _cache(slot: Slot) -> str:
-    """How a cache is held, in words."""
+    """Return a phrase for the kind of cache that a slot is stored in."""
     words = slot.kind.facts.cache
     if slot.block_table is not None:
         return f"{words}, read through a gather"
@@ -164,7 +171,7 @@ def _cache(slot: Slot) -> str:
 
 
 def site_report(item: SitePlan, tokens: int | None = None) -> SiteReport:
-    """A planned site as a report row; bytes for the captured batch and ``tokens`` (else the captured length)."""
+    """Return a planned site as a report row, with bytes for the captured batch and ``tokens`` tokens (None: the captured length)."""
     site = item.site
     at = {BATCH: estimate(site.key.batch), TOKENS: tokens if tokens is not None else estimate(site.key.capacity)}
     schemes = [short_scheme(item.key.scheme), short_scheme(item.value.scheme)]
@@ -182,12 +189,12 @@ def site_report(item: SitePlan, tokens: int | None = None) -> SiteReport:
 
 
 def graph_report(index: int, plan: Plan, uncached: int, tokens: int | None = None) -> GraphReport:
-    """The report of one planned graph."""
+    """Return the report of one planned graph; ``uncached`` counts attentions without a cache."""
     return GraphReport(index, tuple(site_report(item, tokens) for item in plan.sites), plan.refusals, uncached)
 
 
 def size_text(count: float) -> str:
-    """Bytes for people: binary units, three digits."""
+    """Return a number of bytes as text in binary units, with three digits."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024 or unit == "GiB":
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}" if count < 1000 else f"{count:.0f} {unit}"
@@ -196,17 +203,17 @@ def size_text(count: float) -> str:
 
 
 def short_paths(text: str) -> str:
-    """Source files as the packages that they lie in: what stands before ``site-packages`` tells a reader nothing."""
+    """Return ``text`` with every path into ``site-packages`` shortened to begin at the package."""
     return re.sub(r"\S*/(?:site|dist)-packages/", "", text)
 
 
 def count_text(count: int, what: str) -> str:
-    """A count with its noun, in the plural where it is one."""
+    """Return a count with its noun, in the plural unless the count is 1."""
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _merged(sites: tuple[SiteReport, ...]) -> list[tuple[SiteReport, int]]:
-    """Rows that differ only in their module path are one row with a count."""
+    """Return sites that differ in the module path only as one row each, with their count."""
     groups: dict[tuple[object, ...], list[SiteReport]] = {}
     for site in sites:
         key = (site.idiom, site.write, site.cache, site.mask, site.heads, site.scheme, site.bytes_before, site.bytes_after)
@@ -236,7 +243,7 @@ def _graph(graph: GraphReport, tokens: int | None) -> RenderableType:
 
 
 def _where(site: SiteReport) -> str:
-    """The module path, or ``file.py:12`` where Dynamo recorded none."""
+    """Return the site's module path, or ``file.py:12`` if Dynamo recorded none."""
     return site.path or site.line.partition(": ")[0].rpartition("/")[2]
 
 
@@ -263,7 +270,7 @@ def _site_table(graph: GraphReport, tokens: int | None) -> Table:
 
 
 def _refusal(refusal: Refusal) -> Text:
-    """A refusal as a list of facts: sentences and source lines are too long for the cells of a table."""
+    """Return a refusal as a list of facts: its sentences and source lines are too long for table cells."""
     text = Text()
     text.append(f"refused, stays as it was: {refusal.path or 'an attention'}", style="bold yellow")
     facts = (

@@ -1,4 +1,4 @@
-"""All settings of one backend, in one frozen dataclass; there are no environment variables."""
+"""Settings of one backend: a frozen dataclass and its enums. There are no environment variables."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kvcompile.errors import BadSetting
 
 
 class OneOf(enum.Enum):
-    """A setting that has one of a few names; its class is named for the setting."""
+    """A setting with a few named values; the lower-case class name is the setting's name."""
 
     @classmethod
     def of(cls, value: object) -> Self:
-        """From a member or its name; raises BadSetting."""
+        """Return the member for a member or its value. Raises BadSetting."""
         try:
             return cls(value)
         except ValueError:
@@ -23,7 +23,7 @@ class OneOf(enum.Enum):
 
 
 class Inner(OneOf):
-    """The inner compiler of the rewritten graph."""
+    """The compiler of the rewritten graph."""
 
     INDUCTOR = "inductor"
     AOT_EAGER = "aot_eager"
@@ -31,38 +31,39 @@ class Inner(OneOf):
 
 
 class Validate(OneOf):
-    """The sites that are rewritten, by what is known when they were run beside their rewritten twins as they were compiled."""
+    """The sites to rewrite, by the result of running each against its rewritten twin when it is compiled."""
 
     ALWAYS = True
-    """Only sites whose twin was found equal are rewritten; others stay as they are."""
+    """Rewrite only sites whose twin gave equal results."""
     WHERE_POSSIBLE = "where possible"
-    """Sites that could not be run beside their twin are rewritten too, with a warning: those of whose rewrite nothing is known."""
+    """Also rewrite, with a warning, sites that could not be run."""
     NEVER = False
-    """Nothing is run: every site is rewritten that was understood."""
+    """Run nothing and rewrite every matched site."""
 
     @classmethod
     def of(cls, value: object) -> Self:
-        """From a member or its spelling: True, False or "where possible"; raises BadSetting."""
-        # 1 and 0 are equal to True and False, and nobody means these by them.
+        """Return the member for a member, True, False or "where possible". Raises BadSetting."""
+        # 1 == True and 0 == False would be accepted by value; an int here is a mistake.
         return super().of(value if isinstance(value, (bool, str, cls)) else repr(value))
 
 
 class Gluon(OneOf):
-    """Which attentions of one new token the Gluon kernel runs on CUDA; the Triton template runs the others."""
+    """The attentions of one new token that the Gluon kernel runs on CUDA; the Triton template runs the others."""
 
     MEASURED = "measured"
-    """Those for which it was measured to be faster: launched from CUDA graphs, on devices and over codes that were measured."""
+    """Those that were measured to be faster: launched from CUDA graphs, on the measured devices and codes."""
     ALWAYS = "always"
-    """All that it computes, over other codes, heads and devices too, and launched by Python where there are no CUDA graphs."""
+    """Every attention that the kernel supports: unmeasured codes, heads and devices too, and launched from Python without CUDA graphs."""
     NEVER = "never"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """``inner`` compiler, ``strict`` refusals, Inductor's ``mode`` and ``options``, the least tokens a store holds.
+    """Settings of one backend; ``backend`` documents each.
 
-    ``validate``: which sites are rewritten by what validation found. ``fold``: equal layers are compiled once.
-    ``gluon``: which attentions the Gluon kernel runs.
+    ``inner``: compiler of the rewritten graph. ``strict``: raise on refusals. ``mode``, ``options``: for Inductor.
+    ``reserve``: the smallest number of tokens that a store allocates. ``verify``: check rewritten graphs (``passes.verify``).
+    ``validate``: which sites are rewritten. ``fold``: compile equal layers once. ``gluon``: which attentions the Gluon kernel runs.
     """
 
     inner: Inner = Inner.INDUCTOR

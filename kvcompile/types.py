@@ -1,9 +1,10 @@
-"""The words that every other module shares: roles, granularities, planes, layouts, kernel formats.
+"""Types that all other modules share: roles, granularities, planes, layouts, kernel formats.
 
-Axes, used as suffixes of tensor names and in every docstring: B batch, H query heads, K kv heads,
-G = H/K, S new tokens, T cached tokens, C capacity, D head dim, N pages.
+Axes, used as suffixes of tensor names and in every docstring:
 
-Nothing here computes: numerics live in ``schemes``, state in ``runtime``, kernels in ``lowering``.
+    B batch, H query heads, K kv heads, G = H/K, S new tokens, T cached tokens, C capacity, D head dim, N pages
+
+Nothing here computes: numerics are in ``schemes``, state in ``runtime``, kernels in ``lowering``.
 """
 
 from __future__ import annotations
@@ -17,30 +18,30 @@ from typing import Any
 import torch
 
 PAGE = 64
-"""Tokens a page holds. Stores grow by whole pages on their first axis, so strides never change."""
+"""Tokens per page. Stores grow by whole pages along their first axis, so strides never change."""
 
 
 class Role(enum.Enum):
-    """Which half of an attention a slot feeds."""
+    """The operand of attention that a slot holds: keys or values."""
 
     KEY = "key"
     VALUE = "value"
 
 
 class Half(enum.Enum):
-    """Half of an attention that a scheme encodes, where it encodes keys and values differently; ``auto`` is settled by ``of``."""
+    """The operand that a scheme encodes if it encodes keys and values differently; ``for_role`` resolves AUTO."""
 
     AUTO = "auto"
     KEY = "key"
     VALUE = "value"
 
     def for_role(self, role: Role) -> Half:
-        """Return the half that stores a slot of this role."""
+        """Return KEY or VALUE: AUTO becomes the slot's role."""
         return self if self is not Half.AUTO else Half(role.value)
 
 
 class Granularity(enum.Enum):
-    """The granularity of a scale: a token's head, a group of its channels, or everything written at once."""
+    """The elements that share a scale: one token of one head, a group of its channels, or all tokens of one write."""
 
     TOKEN = "token"
     GROUP = "group"
@@ -49,7 +50,7 @@ class Granularity(enum.Enum):
 
 @dataclass(frozen=True)
 class SlotSpec:
-    """The facts that a scheme must know of one cache slot: kv heads K, head dim D, the model's dtype, the role."""
+    """Facts of one cache slot that a scheme needs: kv heads K, head dim D, the model's dtype, the role."""
 
     heads: int
     head_dim: int
@@ -57,11 +58,12 @@ class SlotSpec:
     role: Role
 
 LEAST_HELD = -(1 << 61)
-"""A row of a window counts no fewer tokens unless it is broken (``ops.append_window``); one that was only padding so far counts below 0."""
+"""Smallest token count of an intact row of a window; a lower count marks a broken row (``ops.append_window``). A row of padding only counts
+below 0, but not this low."""
 
 
 class Extent(enum.Enum):
-    """The extent that one plane grows with."""
+    """The unit that the first axis of a plane grows with."""
 
     TOKENS = "pages of tokens"
     ROW = "one for every batch row"
@@ -71,19 +73,25 @@ class Extent(enum.Enum):
 
 @dataclass(frozen=True)
 class PlaneSpec:
-    """One physical tensor of an encoded slot, [N, B, K, rows, width].
+    """One tensor of an encoded slot, [N, B, K, rows, width].
 
-    ``rows`` rows cover one page of tokens; a plane that does not grow (N = 1: the window, a codebook, a query
-    subspace) has as many rows as it needs, and B = 1 where one serves all batch rows. ``host``: in pinned host
-    memory where the store is on a CUDA device, which reads and writes it there. ``tally``: attention writes it, and no
-    append takes it; such planes are the last of a layout. ``originals``: holds tokens as the model made them.
-    ``placed``: says where in this very store something is, so a store whose tokens are moved begins it anew. ``constant``: holds
-    what its scheme's ``constants`` says, in every store, and no append takes it but behind a window; such planes follow those that grow.
-    ``shared``: one for all heads, K = 1. ``pooled``: B = 1, tokens of all rows behind each other. ``first``: holds the position of the
-    first token in the planes that grow, int64, and an append counts from there; all planes of such a layout but the encoded are ``tally``.
-    ``encoding``: a constant plane that ``encode`` takes behind the tokens. Attention reads it too (static scales) or never (thresholds);
-    those that it never reads follow the other constant ones. ``early``: holds first tokens as they are, or where a row's first token
-    stands; ``keep_first`` writes it, and no append takes it. Such planes stand behind all but attention's own.
+    ``rows`` rows hold one page of tokens. A plane that does not grow (N = 1: a window, a codebook, a query subspace) has as many rows as it
+    needs, and B = 1 if all batch rows share it.
+    ``extent``: what N grows with.
+    ``host``: kept in pinned host memory if the store is on a CUDA device; the device reads and writes it there.
+    ``tally``: written by attention and taken by no append. These planes come last in a layout.
+    ``originals``: holds tokens in full precision, as the model computed them.
+    ``placed``: holds indices into this store, so it is reset when the store's tokens are moved.
+    ``constant``: filled from ``Scheme.constants``, equal in every store; an append takes it only behind a window. Follows the planes that
+        grow.
+    ``shared``: one for all heads, K = 1.
+    ``pooled``: B = 1; the tokens of all batch rows are stored one after another.
+    ``first``: holds the position of the first token in the planes that grow, int64; an append counts from there. In such a layout every
+        plane that is not encoded is ``tally``.
+    ``encoding``: a constant plane that ``encode`` takes after the tokens. Attention reads it too (static scales) or not (thresholds);
+        planes that attention does not read come after the other constant ones.
+    ``early``: holds a row's first tokens in full precision, or the position of its first token. ``keep_first`` writes it, no append takes
+        it. Only attention's own planes come after it.
     """
 
     name: str
@@ -103,39 +111,39 @@ class PlaneSpec:
     early: bool = False
 
     def shape(self, pages: Any, batch: Any, heads: Any) -> tuple[Any, Any, Any, int, int]:
-        """The allocated shape for ``pages`` pages, [N, B, K, rows, width]; empty where the store says how many there are."""
+        """Return the shape to allocate for ``pages`` pages, [N, B, K, rows, width]; N = 0 for planes that the store sizes itself."""
         n = pages if self.extent is Extent.TOKENS else 0 if self.extent is Extent.STORE else 1
         return self.shape_of(n, batch, heads)
 
     def shape_of(self, n: Any, batch: Any, heads: Any) -> tuple[Any, Any, Any, int, int]:
-        """The shape with ``n`` along its first axis."""
+        """Return the shape with ``n`` as its first axis."""
         return (n, 1 if self.pooled or self.extent is Extent.BATCH else batch, 1 if self.shared else heads, self.rows, self.width)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one page of one head of one batch row, or of the whole plane's head where it does not grow."""
+        """Bytes of one page, one head and one batch row; of the whole plane per head if it does not grow."""
         return self.rows * self.width * self.dtype.itemsize
 
     @property
     def bytes_per_page(self) -> int:
-        """Bytes that one page of tokens adds, of one head of one batch row."""
+        """Bytes per page of tokens, for one head and one batch row; 0 if the plane does not grow with tokens."""
         return self.nbytes if self.extent is Extent.TOKENS else 0
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The planes of one encoded slot: those that ``encode`` returns, in its order, then those that do not grow, then attention's own."""
+    """The planes of one encoded slot, in order: the planes that ``encode`` returns, those that do not grow, those that attention writes."""
 
     planes: tuple[PlaneSpec, ...]
 
     @property
     def encoded(self) -> int:
-        """How many planes ``encode`` makes: the ones that grow with the tokens, but for what attention alone writes."""
+        """Number of planes that ``encode`` returns: those that grow with tokens, except the ones that only attention writes."""
         return sum(plane.extent is Extent.TOKENS and not plane.tally for plane in self.planes)
 
     @property
     def written(self) -> int:
-        """How many planes an append takes, the first ones: what is encoded, or all but attention's own where there is a window."""
+        """Number of leading planes that an append takes: the encoded ones, or, with a window, all but ``tally`` and ``early`` planes."""
         return sum(not (plane.tally or plane.early) for plane in self.planes) if self.is_windowed else self.encoded
 
     @property
@@ -145,31 +153,31 @@ class Layout:
 
     @property
     def first(self) -> int | None:
-        """The index of the plane that says where the planes that grow begin; None where they begin at 0."""
+        """Index of the plane with the position where the planes that grow begin; None if they begin at position 0."""
         return next((index for index, plane in enumerate(self.planes) if plane.first), None)
 
     @property
     def ordered(self) -> bool:
-        """Whether something beside the codes needs the tokens in their order: a window, planes computed from queries."""
+        """Whether the layout needs tokens in order: it has a window, or planes that are computed from queries."""
         return any(plane.extent is not Extent.TOKENS and not plane.constant for plane in self.planes)
 
     @property
     def bytes_per_page(self) -> int:
-        """Bytes of one page of tokens of one head of one batch row, all planes."""
+        """Bytes of all planes per page of tokens, for one head and one batch row."""
         return sum(plane.bytes_per_page for plane in self.planes)
 
     @property
     def bytes_per_row(self) -> int:
-        """Bytes of one head of one batch row whatever the length: windows."""
+        """Bytes per head and batch row that do not depend on the length: windows."""
         return sum(plane.nbytes for plane in self.planes if plane.extent is Extent.ROW and not plane.shared)
 
     @property
     def bytes_per_head(self) -> int:
-        """Bytes of one head whatever the length and the batch: codebooks, shared subspaces."""
+        """Bytes per head that depend neither on the length nor on the batch: codebooks, shared subspaces."""
         return sum(plane.nbytes for plane in self.planes if plane.extent is Extent.BATCH and not plane.shared)
 
     def windowed(self, slot: SlotSpec, window: int) -> Layout:
-        """Return the layout with the newest ``window`` tokens in full precision, and a count of the tokens, behind what is encoded."""
+        """Return the layout with the newest ``window`` tokens in full precision and a clock: the token count and origin of each row."""
         grown, fixed = self.planes[: self.encoded], self.planes[self.encoded :]
         constant = tuple(plane for plane in fixed if plane.constant)
         own = tuple(plane for plane in fixed if plane.name not in {"window", "clock"} and not plane.constant)
@@ -177,7 +185,10 @@ class Layout:
         return Layout((*grown, *constant, *added, *own))
 
     def with_sinks(self, slot: SlotSpec, count: int) -> Layout:
-        """Return the layout with each row's first ``count`` tokens in full precision, and where the first stands if no clock says so."""
+        """Return the layout with a plane of each row's first ``count`` tokens in full precision.
+
+        Without a clock, another plane holds the position of the first one.
+        """
         others = tuple(plane for plane in self.planes if not plane.early)
         if not count:
             return Layout(others)
@@ -187,36 +198,38 @@ class Layout:
         return Layout((*kept, rows, *(() if self.is_windowed else (origin,)), *own))
 
     def nbytes(self, pages: Any, batch: Any, heads: Any) -> Any:
-        """Bytes of all planes of ``pages`` pages, ``batch`` rows and ``heads`` kv heads, without those whose size their store says.
+        """Return the bytes of all planes for ``pages`` pages, ``batch`` rows and ``heads`` kv heads.
 
-        The three are whole numbers, or sympy expressions for them: what is announced, planned and held comes from this one formula.
+        Planes that the store sizes itself are not counted. The arguments are ints or sympy expressions. Announced, planned and allocated
+        bytes all come from this formula.
         """
         shared = sum(math.prod(plane.shape(pages, batch, heads)) * plane.dtype.itemsize for plane in self.planes if plane.shared)
         return heads * (batch * (pages * self.bytes_per_page + self.bytes_per_row) + self.bytes_per_head) + shared
 
     def bytes_per_token(self, heads: int) -> float:
-        """Bytes one token of one batch row costs over ``heads`` kv heads."""
+        """Return the bytes of one token of one batch row over ``heads`` kv heads."""
         return heads * self.bytes_per_page / PAGE
 
 
 @dataclass(frozen=True)
 class KernelFormat:
-    """How a kernel reads one encoded slot; the scheme's side of the one attend template.
+    """How a kernel reads one encoded slot: the scheme's part of the attend template.
 
-    Channel ``c`` of a token lives in word ``c % (D // parts)`` as part ``c // (D // parts)``: parts are
-    planar, so sub-dot ``i`` takes part ``i`` of every word and neither q nor v is ever shuffled.
-    ``unpack(words, part)`` is the eager definition (words in ``word_dtype`` -> float32 values before
-    scaling); templates print the very expression that it traces to. The value of a channel is
-    ``unpack(word, part) * scale (+ zero)`` with one scale per ``group`` consecutive channels (``group`` = D:
-    one a token) of ``block`` consecutive tokens; a page has PAGE / block rows of scales. ``zeros``: a plane of
-    zero points stands behind the scales, laid out like them. ``levels``: what ``unpack`` gives is an index into a
-    table of that many entries, one for each kv head and ``group`` of channels, the last plane that a kernel
-    reads, [1, 1, K, D // group, levels]; the value is ``table[index] * scale (+ zero)``.
-    ``scaled`` is False where the codes are the values (dense). ``segments`` > 1: a word is that many bytes, the
-    lowest first, byte i from the i-th of equal segments of the row; ``unpack`` then takes it as ``whole_dtype``.
-    ``norms``: a plane of one number a token stands behind the zero points, [N, B, K, page, 1]; the value is times it.
-    ``static``: the value is ``unpack(word, part)`` times one scale for each kv head, float32, the last plane that a kernel reads,
-    [1, 1, K, 1, 1]; there are no scales of tokens then, so codes themselves hold NaN.
+    Channel ``c`` of a token is in word ``c % (D // parts)``, as part ``c // (D // parts)``: parts are planar, so sub-dot ``i`` takes part
+    ``i`` of every word and neither queries nor values are shuffled. A channel's value is ``unpack(word, part) * scale (+ zero)``.
+    ``word_dtype``: dtype of a stored word. ``parts``: codes per word.
+    ``group``, ``block``: one scale covers ``group`` consecutive channels (D: the whole head) of ``block`` consecutive tokens; a page has
+        PAGE / block rows of scales.
+    ``scaled``: False if the codes are the values (dense).
+    ``unpack(words, part)``: eager definition, ``word_dtype`` -> float32 before scaling. Templates print the expression that it traces to.
+    ``zeros``: a plane of zero points follows the scales, in their layout.
+    ``levels``: if not 0, ``unpack`` returns indices into a table with this many entries per kv head and ``group`` of channels. The table is
+        the last plane that a kernel reads, [1, 1, K, D // group, levels]; the value is ``table[index] * scale (+ zero)``.
+    ``segments``: if above 1, a word is this many bytes, lowest first, byte i from the i-th of equal segments of the row; ``unpack`` takes
+        it as ``whole_dtype``.
+    ``static``: no scales per token; the value is ``unpack(word, part)`` times one float32 scale per kv head, the last plane that a kernel
+        reads, [1, 1, K, 1, 1]. NaN is then a code.
+    ``norms``: a plane of one factor per token follows the zero points, [N, B, K, page, 1]; the value is multiplied by it.
     """
 
     word_dtype: torch.dtype
@@ -233,17 +246,17 @@ class KernelFormat:
 
     @property
     def planes(self) -> int:
-        """How many planes a kernel reads: words, scales, zero points, norms, tables or static scales; no further ones."""
+        """Number of planes that a kernel reads: words, then, if present, scales, zero points, norms, and a table or static scales."""
         return self.norms_at + self.norms + self.ends_constant
 
     @property
     def norms_at(self) -> int:
-        """The index of the plane of norms, where there is one."""
+        """Index of the plane of norms, if the format has one."""
         return 1 + self.scaled + self.zeros
 
     @property
     def coded(self) -> bool:
-        """Whether words are codes that scales belong to, those of tokens or static ones; the values themselves otherwise."""
+        """Whether words are codes with scales, per token or static; otherwise words are the values."""
         return self.scaled or self.static
 
     @property
@@ -253,20 +266,20 @@ class KernelFormat:
 
     @property
     def whole_dtype(self) -> torch.dtype:
-        """The dtype of a word that is put together from its segments: int32, or int64 where it has more than four bytes."""
+        """Dtype of a word assembled from its segments: int32, or int64 for more than four bytes."""
         return torch.int64 if self.segments > 4 else torch.int32
 
     @property
     def symmetric(self) -> bool:
-        """Whether one multiplication by a token's own scale decodes: what the first templates were made for."""
+        """Whether one multiplication by a scale of the same token decodes a channel."""
         return self.block == 1 and not self.zeros and not self.levels and not self.norms and self.segments == 1
 
 
 @dataclass(frozen=True)
 class Static:
-    """An encoding by given scales that a kernel may do: one plane of codes of a byte; scales [1, 1, K, 1, 1] come with the tokens.
+    """Encoding by given scales, for kernels: one plane of one-byte codes; scales [1, 1, K, 1, 1] are passed with the tokens.
 
-    code = rne(clamp(x / scale)) with magnitudes up to ``largest``: two's complement, -128 where x is not finite; or e4m3 and its NaN.
+    code = rne(clamp(x / scale)) with magnitudes up to ``largest``: two's complement, -128 if x is not finite; or e4m3 and its NaN.
     """
 
     largest: float
@@ -275,11 +288,12 @@ class Static:
 
 @dataclass(frozen=True)
 class MinMax:
-    """An encoding by minimum and maximum that a kernel may do: planes codes, scales, zeros; groups as in ``KernelFormat``.
+    """Encoding by minimum and maximum, for kernels: planes codes, scales, zeros; groups as in ``KernelFormat``.
 
-    ``subblock``: where it is not 0, so many channels are encoded at a time, and their errors, times the last plane [1, 1 or B, K,
-    D, D], float32, are added to the channels behind them; a group whose error is not finite adds nothing. ``norms``: tokens are divided by
-    half the root mean square of their channels, which a plane behind the zero points holds (``schemes.normed``); no ``subblock`` then.
+    ``subblock``: if not 0, that many channels are encoded at a time, and their errors, times the last plane [1, 1 or B, K, D, D] float32,
+        are added to the channels after them; a group whose error is not finite adds nothing.
+    ``norms``: tokens are divided by half the root mean square of their channels, which a plane after the zero points holds
+        (``extensions.squat.normed``); ``subblock`` is 0 then.
     """
 
     bits: int
@@ -293,10 +307,10 @@ class MinMax:
 
 @dataclass(frozen=True)
 class AbsMax:
-    """An encoding by the largest magnitude that a kernel may do: planes codes, scales; groups of channels as in ``KernelFormat``.
+    """Encoding by the largest magnitude, for kernels: planes codes, scales; groups of channels as in ``KernelFormat``.
 
-    code = rne(clamp(x / scale)) with magnitudes up to ``largest``: two's complement where one part fills a byte, else
-    plus half of the range; or e4m3.
+    code = rne(clamp(x / scale)) with magnitudes up to ``largest``: two's complement if one part fills a byte, else offset by half of the
+    range; or e4m3.
     """
 
     bits: int
@@ -308,10 +322,10 @@ class AbsMax:
 
 @dataclass(frozen=True)
 class Bins:
-    """An encoding by minimum, step and thresholds that a kernel may do: planes codes, scales, zeros; groups as in ``KernelFormat``.
+    """Encoding by minimum, step and thresholds, for kernels: planes codes, scales, zeros; groups as in ``KernelFormat``.
 
-    code = how many of the 2^bits - 1 thresholds of the group's table are not above (x - zero) / scale; a plane of thresholds float32
-    [1, 1, K, D // group, 2^bits - 1] comes with the tokens.
+    code = how many of the 2^bits - 1 thresholds of the group's table are at most (x - zero) / scale. The thresholds, float32 [1, 1, K, D //
+    group, 2^bits - 1], are passed with the tokens.
     """
 
     bits: int
@@ -321,17 +335,17 @@ class Bins:
 
 
 NUMBERS = frozenset({"item", "_local_scalar_dense"})
-"""Operators and methods that take a number out of a tensor of one element."""
+"""Operators and methods that return the value of a one-element tensor as a number."""
 QUERY_ROWS = "kvcompile_query_rows"
-"""The metadata of a rewritten graph's attention that says how many rows of queries a kv head has."""
+"""Key in the metadata of a rewritten attention node: rows of queries per kv head."""
 
 QUERY_GROUP = "kvcompile_query_group"
-"""That says how many query heads share a kv head."""
+"""Key in the same metadata: query heads per kv head."""
 
 BESIDE = "kvcompile_beside"
-"""That says that an attention is a further part of its site's: over learned tokens, or of some heads."""
+"""Key in the same metadata, set on each further attention that a site became: over learned tokens, or over some of its heads."""
 
 
 def pages_for(tokens: int) -> int:
-    """Whole pages that hold ``tokens`` tokens."""
+    """Return the number of whole pages that hold ``tokens`` tokens."""
     return math.ceil(tokens / PAGE)

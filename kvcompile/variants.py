@@ -1,4 +1,4 @@
-"""Variants: the rewritten graphs of one plan, each made and compiled when a call first needs it."""
+"""Variants: the rewritten graphs of one plan, each rewritten and compiled when a call first needs it."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ TITLES = {Variant.PAST: "over a filled cache", Variant.FRESH: "into an empty cac
 
 
 def kernel_text(rewritten: Rewritten, sites: int, inner: Inner = Inner.INDUCTOR, choice: Choice | None = None) -> str:
-    """In which case a rewritten graph runs, which operations its sites became, and what runs those under ``inner``, with the reason.
+    """Return a line for the report: the variant, the operations that its ``sites`` became, and the kernels that run them with the reason.
 
-    ``choice``: what the compilation says about the Gluon kernel; none says what ``torch.compile`` does without a mode.
+    ``choice``: the compilation's settings for the Gluon kernel; None for those of ``torch.compile`` without a mode.
     """
     device = value_of(rewritten.bindings[0].plan.slot.root).device.type
     slots = {binding.plan.scheme.spec(): binding.plan.spec for binding in rewritten.bindings}
@@ -48,9 +48,9 @@ def kernel_text(rewritten: Rewritten, sites: int, inner: Inner = Inner.INDUCTOR,
 
 
 def parameters(inputs: Iterable[Input]) -> dict[int, torch.Tensor]:
-    """Return the parameters among inputs that were attributes of Dynamo's graph, by index: they are these in every call.
+    """Return the inputs that are parameters taken from attributes of Dynamo's graph, by index: the same tensors in every call.
 
-    A buffer is not: it may be a cache that another graph writes.
+    Buffers are left out: one may be a cache that another graph writes.
     """
     found = {index: entry.parameter() for index, entry in enumerate(inputs) if entry.parameter is not None}
     return {index: value for index, value in found.items() if value is not None}
@@ -58,7 +58,7 @@ def parameters(inputs: Iterable[Input]) -> dict[int, torch.Tensor]:
 
 @dataclass(frozen=True)
 class InnerCompiler:
-    """The inner compiler of one graph, with torch.compile's own mode and options; adds its seconds to the graph's report."""
+    """The inner compiler of one graph, with torch.compile's mode and options. Adds its seconds to the graph's report."""
 
     settings: Settings
     mode: str | None
@@ -69,7 +69,7 @@ class InnerCompiler:
         self, module: fx.GraphModule, inputs: Any, fake_mode: Any, key: str = "", replayed: bool = True,
         constant: Mapping[int, torch.Tensor] | None = None,
     ) -> Code:
-        """Compile a graph whose inputs are like ``inputs``; ``constant``: those that are this tensor in every call, by index."""
+        """Return ``module`` compiled for inputs like ``inputs``; ``constant``: inputs that are the same tensor in every call, by index."""
         started = time.perf_counter()
         try:
             with settled(module.graph, fake_mode):
@@ -82,7 +82,7 @@ class InnerCompiler:
 
 
 class Made(NamedTuple):
-    """Code of one variant, what graphs that may share it have in common (None: none may), and its kernels as the report says them."""
+    """Code of one variant: ``key`` under which equal graphs share it (None: not shared), and its ``text`` for the report."""
 
     code: Code
     key: str | None
@@ -92,8 +92,8 @@ class Made(NamedTuple):
 class Variants:
     """The variants of one captured graph: rewritten, verified, compiled.
 
-    ``known``: compiled code by fingerprint, shared by all graphs of a backend. ``key``: the policy as text. ``salt``: what
-    two graphs must have in common to share code beyond what is in them.
+    ``known``: compiled code by fingerprint, shared by all graphs of a backend.
+    ``key``: the policy as text. ``salt``: text that must be equal, beyond the graphs themselves, for two graphs to share code.
     """
 
     def __init__(
@@ -111,28 +111,28 @@ class Variants:
         return variant in self._compiled
 
     def rewritten(self, variant: Variant) -> Rewritten:
-        """The rewritten graph of a variant."""
+        """Return the rewritten graph of a variant."""
         if variant not in self.made:
             self.made[variant] = rewrite(self.captured, self.planned, variant, self.effects)
         return self.made[variant]
 
     def inputs(self, variant: Variant) -> tuple[Any, ...]:
-        """Fake inputs of a variant's rewritten graph, in the order of its placeholders."""
+        """Return fake inputs of a variant's rewritten graph, in the order of its placeholders."""
         return self._described(variant)[0]
 
     def _described(self, variant: Variant) -> tuple[tuple[Any, ...], dict[Any, str]]:
-        """(fake inputs, a name for each symbol of ours)."""
+        """Return (fake inputs, labels of the symbols that we added) of a variant."""
         if variant not in self._inputs:
             self._inputs[variant] = rewritten_inputs(self.captured, self.rewritten(variant))
         return self._inputs[variant]
 
     def compiled(self, variant: Variant) -> tuple[Rewritten, Code]:
-        """A variant and its code; raises NotCompiled, again for one that failed before."""
+        """Return a variant's rewritten graph and its code. Raises NotCompiled, also on every later request once it failed."""
         if variant in self._failed:
             raise self._failed[variant]
         if variant in self._compiled:
             return self._compiled[variant]
-        # A variant may be made in the middle of a call, where Dynamo does not hold its lock; tracing is not thread-safe.
+        # A variant may be compiled during a call, when Dynamo does not hold its lock; tracing is not thread-safe.
         with compile_lock:
             try:
                 code = self._compile(variant)
@@ -146,7 +146,7 @@ class Variants:
         try:
             return self._compiled_for_all_sizes(variant)
         except SizesFixed:
-            # An entry of Inductor's caches may be code of a call that was made for one size, with a guard that held in this one.
+            # Inductor's cache may have returned code for one size whose guard happened to hold here: compile again without the cache.
             self.made.pop(variant)
             self._inputs.pop(variant)
             with uncached():
@@ -157,7 +157,7 @@ class Variants:
         try:
             made = self._code_of(variant, *self._described(variant))
         finally:
-            # Whatever looks at the inputs may guard on them: the checks, a kernel's choice, compiling, also where it fails.
+            # Verifying, choosing kernels and compiling may each add guards on the inputs, even if they fail.
             ours = {symbol for _, symbols in self._inputs.values() for symbol in symbols}
             forget_guards(self.captured, ours)
             if fixed := before.take_back(ours):
@@ -169,13 +169,13 @@ class Variants:
         return made.code
 
     def _code_of(self, variant: Variant, fakes: tuple[Any, ...], symbols: dict[Any, str]) -> Made:
-        """Code of a variant whose inputs are like ``fakes``: that of an equal graph, or compiled now."""
+        """Return code of a variant for inputs like ``fakes``: that of an equal graph, or newly compiled."""
         report, settings, started = self.inner.report, self.inner.settings, time.perf_counter()
         rewritten = self.rewritten(variant)
         mark_inputs(self.captured, rewritten, steady_inputs(self.captured, self.effects))
         if settings.verify:
             verify(rewritten, self.captured, fakes)
-        # Before it is compiled: Inductor's passes change the graph.
+        # Described before compiling: Inductor's passes change the graph.
         replayed = gap(rewritten, self.captured) is None
         choice = gluon_choice(settings, self.inner.mode, self.inner.options, replayed) if settings.inner is Inner.INDUCTOR else None
         text = kernel_text(rewritten, len(self.planned.sites), settings.inner, choice)
