@@ -1,4 +1,4 @@
-"""The schemes: those of the core are here, others in ``extensions`` or in other packages; ``registry`` knows all by name."""
+"""The schemes: those of the core are defined here, others in ``extensions`` or in other packages; ``registry`` finds all by name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvcompile.schemes.registry import BY_NAME, PLACES, loaded, make, parse, reg
 from kvcompile.schemes.symmetric import Fp8, Int4, Int8
 
 CLASSES = {place.partition(":")[2]: name for name, place in PLACES.items()}
-"""The names of schemes by their classes' names: a class of an extension is imported when it is asked for."""
+"""Scheme names by class name, so that an extension's class is imported when it is first asked for."""
 
 
 def __getattr__(name: str) -> Any:

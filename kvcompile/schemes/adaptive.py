@@ -1,9 +1,8 @@
-"""Adaptive schemes: the widths of stored tokens change between calls, by what attention gave to each.
+"""Adaptive schemes: the bit widths of stored tokens change between calls, by the attention that each token received.
 
-A store of such a scheme is more than planes with a place for every position: new tokens enter planes that grow (``Extent.TOKENS``), which
-begin at the position in the plane ``first``; all others are moved, at a reallocation, to planes whose sizes the scheme says
-(``Extent.STORE``). So whatever asks a store for tokens asks the scheme. The runtime holds the planes and calls these hooks; nothing but
-planes goes in, and nothing but planes and numbers comes out.
+New tokens enter planes that grow (``Extent.TOKENS``) and begin at the position in the plane ``first``. A reallocation re-encodes all other
+tokens into planes whose sizes the scheme chooses (``Extent.STORE``). A token's position therefore does not say where it is stored, and
+every read of a store asks the scheme. The runtime holds the planes and calls these hooks: planes go in, planes and numbers come out.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from kvcompile.schemes.base import Planes, Scheme
 from kvcompile.types import Role, SlotSpec
 
 EARLY, SPREAD = 2, 8
-"""Steps between a decision and the first move that it leads to, by when it has been made beside the steps' own work; the most steps that
-the moves of a graph's layers are spread over, so that no step has all of them."""
+"""Steps from a decision to its first move, if the decision is computed concurrently with steps; and the largest number of steps over which
+the moves of a graph's layers are spread, so that no single step does all of them."""
 
 
 class Due(enum.Enum):
-    """Time of a decision: not yet; after this step, for moves some steps later; at once, as more tokens came than that can wait for."""
+    """When widths must be decided: not yet; after this step, for moves a few steps later; or now, as too many tokens came to wait."""
 
     NOT = "not yet"
     SOON = "some steps ahead"
@@ -35,13 +34,13 @@ class Due(enum.Enum):
 
 
 def on_device(numbers: Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """Return numbers of the host on a device, without a wait for it."""
+    """Return host numbers as a tensor on ``device``, without synchronising."""
     made = torch.tensor(numbers, dtype=dtype, device="cpu")
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
 
 
 class PendingNumbers:
-    """Numbers of the device that the host reads later: by then they have been copied, so that reading them waits for nothing."""
+    """Device numbers that the host reads later: they are copied asynchronously, so that a late read does not wait."""
 
     def __init__(self, seen: torch.Tensor) -> None:
         self.event: Any = None
@@ -55,7 +54,7 @@ class PendingNumbers:
 
     @functools.cached_property
     def numbers(self) -> list[Any]:
-        """The numbers as lists; waits only where they are read too early."""
+        """The numbers as lists. Waits only if the copy has not finished."""
         if self.event is not None:
             self.event.synchronize()
         return list(self.seen.tolist())
@@ -63,9 +62,10 @@ class PendingNumbers:
 
 @dataclass(frozen=True)
 class Churn:
-    """Counts of reallocations: how many, settled tokens whose keys or values changed width, promotions that codes could not give.
+    """Counts of what reallocations changed.
 
-    ``promoted``: of the settled tokens that changed, those that became wider.
+    ``allocations``: reallocations. ``moved``: encoded tokens whose keys or values changed width; ``promoted``: those that became wider.
+    ``refused``: promotions refused because no full-precision copy was kept.
     """
 
     allocations: int = 0
@@ -80,7 +80,7 @@ class Churn:
 
 @dataclass(frozen=True)
 class Stored:
-    """A layer's planes of keys and of values with their slots, its number, and the position of the first token in planes that grow."""
+    """One layer's key and value planes with their slots, its number, and the position of the first token in planes that grow."""
 
     keys: Planes
     values: Planes
@@ -91,10 +91,10 @@ class Stored:
 
 @dataclass(frozen=True)
 class StoredTokens:
-    """The tokens of one live store, ``count`` of each row; the next step changes its planes, so read it before that.
+    """The tokens of one live store, ``count`` of each row. The next step changes its planes: read it before.
 
-    ``first``: the position where planes that grow begin. ``path``: the module path of an attention that reads it. ``churn``: what
-    reallocations changed, counted with keys.
+    ``first``: the position where planes that grow begin. ``path``: the module path of an attention that reads the store.
+    ``churn``: counts of what reallocations changed; keys carry them, values have zeros.
     """
 
     scheme: Adaptive
@@ -107,24 +107,24 @@ class StoredTokens:
 
     @property
     def role(self) -> Role:
-        """Whether they are keys or values."""
+        """The slot's role: keys or values."""
         return self.slot.role
 
     @property
     def bits(self) -> torch.Tensor:
-        """Bits a channel of each token, int64 [B, T] on the host. Waits for the device."""
+        """Bits per channel of each token, int64 [B, T] on the host. Waits for the device."""
         return self.scheme.token_bits(self.planes, self.slot, self.first, self.count).cpu()
 
     @property
     def attended(self) -> torch.Tensor | None:
-        """The importance of each token, float32 [B, T] on the host; None where another store knows it. Waits for the device."""
+        """The importance of each token, float32 [B, T] on the host; None if the store does not hold it. Waits for the device."""
         found = self.scheme.attended(self.planes, self.slot, self.count)
         return None if found is None else found.cpu()
 
 
 @dataclass(frozen=True)
 class Reallocated:
-    """The planes of keys and values after a reallocation, and what it changed."""
+    """The planes of keys and values after a reallocation, and counts of what it changed."""
 
     keys: Planes
     values: Planes
@@ -132,10 +132,10 @@ class Reallocated:
 
 
 class Adaptive(Scheme):
-    """A scheme whose stored tokens change their widths; its attention writes what it gave to each token."""
+    """A scheme whose stored tokens change width; its attention records how much attention each token received."""
 
     observes: ClassVar[str]
-    """The operation in ``torch.ops.kvcompile`` that takes in what queries attend to where they see this call's tokens alone."""
+    """Name of the operation in ``torch.ops.kvcompile`` that records attention over this call's tokens when a call attends to no others."""
     in_order: ClassVar[bool] = True
 
     @property
@@ -144,94 +144,94 @@ class Adaptive(Scheme):
 
     @abc.abstractmethod
     def share(self, tokens: int) -> float:
-        """The budget at a number of tokens, a fraction of their bytes in 16 bits."""
+        """Return the budget for this number of tokens, as a fraction of their bytes in 16 bits."""
 
     @property
     @abc.abstractmethod
     def announced(self) -> float:
-        """The largest budget at any number of tokens."""
+        """The largest budget over all numbers of tokens, as a fraction of their bytes in 16 bits."""
 
     def bits_per_value(self, slot: SlotSpec) -> float:
-        """Bits per original value that the budget allows, and those of originals that are kept beside it."""
+        """Return the bits per value that the budget allows, plus those of a full-precision copy kept outside the budget."""
         return 16 * self.announced + 8 * self.original_bytes(slot) / slot.head_dim
 
     def original_bytes(self, slot: SlotSpec) -> int:
-        """Bytes of a token's original, of one head, which the scheme keeps beside its budget; 0 where it keeps none."""
+        """Return the bytes of one token's full-precision copy in one head, kept outside the budget; 0 if none is kept."""
         del slot
         return 0
 
     @abc.abstractmethod
     def with_room(self, planes: Planes, first: int, tokens: int) -> Planes:
-        """The planes with room for ``tokens`` tokens: the very tensors where they have it. Waits for nothing.
+        """Return planes with room for ``tokens`` tokens: the given tensors if they have it. Does not synchronise.
 
-        ``first``: the position where those that grow begin.
+        ``first``: the position where planes that grow begin.
         """
 
     @abc.abstractmethod
     def room(self, planes: Planes, first: int) -> int:
-        """How many tokens the planes have room for, where those that grow begin at position ``first``."""
+        """Return the number of tokens that the planes have room for; ``first``: the position where planes that grow begin."""
 
     @abc.abstractmethod
     def tokens(self, planes: Planes, slot: SlotSpec, count: int) -> torch.Tensor:
-        """The values of the first ``count`` tokens, float32 [B, K, T, D]."""
+        """Return the values of the first ``count`` tokens, float32 [B, K, T, D]."""
 
     @abc.abstractmethod
     def cut(self, planes: Planes, slot: SlotSpec, count: int) -> Planes:
-        """Planes of the first ``count`` tokens alone; codes as they are."""
+        """Return planes that hold only the first ``count`` tokens, with their codes unchanged."""
 
     @abc.abstractmethod
     def of_rows(self, planes: Planes, slot: SlotSpec, rows: torch.Tensor) -> Planes:
-        """Planes of the given batch rows; codes as they are."""
+        """Return planes of the given batch rows, with their codes unchanged."""
 
     @abc.abstractmethod
     def histogram(self, planes: Planes, slot: SlotSpec, first: int, count: int) -> dict[int, int]:
-        """How many of the first ``count`` tokens of all rows have how many bits a channel. Waits for the device.
+        """Return the first ``count`` tokens of all rows counted by bits per channel, {bits: tokens}. Waits for the device.
 
         ``first``: the position where planes that grow begin.
         """
 
     @abc.abstractmethod
     def token_bits(self, planes: Planes, slot: SlotSpec, first: int, count: int) -> torch.Tensor:
-        """Bits a channel of each of the first ``count`` tokens, int64 [B, T]. Waits for the device."""
+        """Return the bits per channel of each of the first ``count`` tokens, int64 [B, T]. Waits for the device."""
 
     @abc.abstractmethod
     def attended(self, planes: Planes, slot: SlotSpec, count: int) -> torch.Tensor | None:
-        """The importance of each of the first ``count`` tokens, as attention gave it, float32 [B, T]; None for planes without it."""
+        """Return the importance of the first ``count`` tokens, from the attention received, float32 [B, T]; None for planes without it."""
 
     @abc.abstractmethod
     def quiet(self, first: int, count: int) -> bool:
-        """Whether neither ``due`` nor ``looks`` can hold whatever the layer, by a comparison or two: asked of every layer at every step."""
+        """Return whether no layer can have ``due`` or ``looks`` now. A comparison or two, since every layer asks at every step."""
 
     @abc.abstractmethod
     def due(self, keys: Planes, slot: SlotSpec, first: int, count: int, layer: int, early: int = EARLY) -> Due:
-        """Whether widths are to be decided anew, ``first`` tokens having been there at the last time and ``count`` now.
+        """Return when widths must be decided anew, from ``first`` tokens at the last decision and ``count`` now. Does not synchronise.
 
-        ``early``: how many steps before the moves have to be done that is asked for. By numbers alone: nothing waits for the device.
+        ``early``: steps ahead of the moves at which a decision is already due.
         """
 
     @abc.abstractmethod
     def looks(self, keys: Planes, slot: SlotSpec, first: int, count: int, layer: int) -> bool:
-        """Whether drift is looked at after this step: what was seen at the last look is read, and ``drifted`` is asked anew."""
+        """Return whether to check for drift after this step: read the result of the last check, and start ``drifted`` again."""
 
     @abc.abstractmethod
     def importance(self, layers: Sequence[Planes], count: int, among: Sequence[Planes]) -> torch.Tensor:
-        """Copies of what the planes of keys of L layers know of the importance of ``count`` tokens, [L, ...].
+        """Return copies of the importance of ``count`` tokens that L layers' key planes hold, [L, ...].
 
-        ``among``: planes of keys of all layers of the graph that are stored alike. Waits for nothing, and so do ``drifted`` and ``decide``,
-        which may run beside the next step: they read these copies, and planes that steps do not write.
+        ``among``: key planes of all layers of the graph that are stored alike. Like ``drifted`` and ``decide``, which may run concurrently
+            with the next step, this does not synchronise: those two read these copies and planes that steps do not write.
         """
 
     @abc.abstractmethod
     def drifted(self, importance: torch.Tensor) -> torch.Tensor:
-        """Whether widths are to be decided anew since what attention gives has changed, bool [L] on the device."""
+        """Return whether each layer's widths must be decided anew because attention has shifted, bool [L] on the device."""
 
     @abc.abstractmethod
     def decide(self, layers: Sequence[Stored], importance: torch.Tensor) -> Any:
-        """Decide the widths of the tokens of some layers of equal slots and batch anew."""
+        """Return new widths for the tokens of some layers of equal slots and batch."""
 
     @abc.abstractmethod
     def move(self, layer: Stored, decision: Any, number: int, held: int) -> Reallocated:
-        """Move a layer's tokens as it was decided, ``number`` among the layers of the decision; ``held`` tokens are there now.
+        """Return a layer's planes re-encoded at the decided widths; ``number``: its index in the decision; ``held``: tokens stored by now.
 
-        The planes that come back may be the very tensors, written. Waits for the decision.
+        May write and return the given tensors. Waits for the decision.
         """

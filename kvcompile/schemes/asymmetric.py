@@ -1,18 +1,19 @@
 """kivi: asymmetric min-max codes, keys per channel, values per token ("KIVI", Liu et al. 2024, section 3; "SQuat", Table 1).
 
-zero = min, scale = (max - min) / (2^bits - 1), code = rne((x - zero) / scale). Keys share a scale along
-``group`` tokens of one channel, since some channels of keys are far from zero and wide in every token;
-values share one along ``group`` channels of one token. The newest ``window`` tokens stay in full precision.
-What differs from the sources, and why:
+zero = min, scale = (max - min) / (2^bits - 1), code = rne((x - zero) / scale). Keys share a scale along ``group`` tokens of one channel,
+since some channels of keys are far from zero and wide in every token; values share one along ``group`` channels of one token. The newest
+``window`` tokens stay in full precision.
 
-* The zero point is rounded DOWN and the scale UP to their stored dtype, and codes are made from what is stored,
-  so that rounding them never clips: the error is at most half a step of the stored scale.
-* The scale covers max - (stored zero). Where the zero point is not exact, a group of zero range still decodes to
-  its value: the remainder has a scale of its own.
+Differences from the sources, and why:
+
+* The zero point is rounded DOWN and the scale UP to their stored dtype, and codes are made from the stored numbers, so that rounding them
+  never clips: the error is at most half a step of the stored scale.
+* The scale covers max - (stored zero). If rounding changes the zero point, a group of equal values still decodes to its value: the
+  remainder has a scale of its own.
 * NaN or Inf in a group makes its scale NaN.
-* The sources drop the originals of a whole window of keys at once, when it is full; the buffer that held them
-  stays allocated. Here keys roll as values do: codes of a block are made when the block is whole, and its tokens
-  are read from the window as long as they are in it. The same bytes, and never fewer than ``window`` exact keys.
+* The sources encode a whole window of keys at once, when it is full, and keep its buffer allocated. Here keys roll as values do: codes of a
+  block are made when the block is complete, and its tokens are read from the window while they are in it. The bytes are the same, and never
+  fewer than ``window`` keys are exact.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ from kvcompile.types import PAGE, KernelFormat, Layout, MinMax, PlaneSpec, Role,
 
 
 class Axis(enum.Enum):
-    """The axis that shares a scale: tokens of one channel, channels of one token; ``auto`` is the first for keys, the second for values."""
+    """The axis along which elements share a scale: tokens of one channel, or channels of one token.
+
+    AUTO: CHANNEL for keys, TOKEN for values.
+    """
 
     AUTO = "auto"
     CHANNEL = "channel"
@@ -43,13 +47,13 @@ class Axis(enum.Enum):
 
 BITS = (2, 3, 4)
 PARTS = {2: 4, 3: 8, 4: 2, 5: 8, 8: 1}
-"""Codes in a word of the planar layout."""
+"""Codes per word of the planar layout, by bits."""
 SEGMENTS = {2: 1, 3: 3, 4: 1, 5: 5, 8: 1}
-"""Bytes of a word: eight codes of three or five bits lie across as many bytes, each from a segment of its own."""
+"""Bytes per word, by bits: eight codes of three or five bits take as many bytes, each in a segment of its own."""
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes int32 [..., D] as bytes [..., D * bits / 8]: part i of a word holds the i-th of equal runs of channels."""
+    """Return codes int32 [..., D] as bytes [..., D * bits / 8]; part i of a word holds the i-th of ``PARTS[bits]`` runs of channels."""
     codes = codes.to(torch.int64) if SEGMENTS[bits] > 4 else codes
     words = torch.zeros_like(codes[..., : codes.shape[-1] // PARTS[bits]])
     for part, run in enumerate(codes.chunk(PARTS[bits], dim=-1)):
@@ -82,33 +86,34 @@ UNPACK = {2: _unpack2, 3: _unpack3, 4: _unpack4, 5: _unpack5, 8: _unpack8}
 
 
 def rounded_down(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The largest number of ``dtype`` that is not above a float32 x; infinite where x is beyond the dtype's range."""
+    """Return the largest number of ``dtype`` that is at most the float32 x; infinite if x is beyond the dtype's range."""
     near = as_stored(x, dtype)
     below = torch.nextafter(near, torch.full_like(near, float("-inf"))) if dtype == torch.float32 else _before(near)
     return torch.where((near.to(torch.float32) > x) & torch.isfinite(near), below, near)
 
 
 def _before(x: torch.Tensor) -> torch.Tensor:
-    """The next smaller number of a 16-bit float dtype."""
+    """Return the next smaller number of a 16-bit float dtype."""
     raw = x.view(torch.int16)
-    # Positive numbers count up with their bits, negative ones down; below both zeros is the least negative number.
+    # Read as an integer, a positive float grows with its bits and a negative one falls; below both zeros is the smallest negative
+    # subnormal.
     step = torch.where(raw < 0, raw + 1, raw - 1)
     least = torch.full_like(raw, -32768 + 1)
     return torch.where((raw & 32767) == 0, least, step).view(x.dtype)
 
 
 def stored_range(grouped: torch.Tensor, dim: int, steps: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and zero point of groups along ``dim`` of a float32 tensor, as stored, size 1 along it: ``steps`` scales cover a group."""
+    """Return stored scale and zero point of groups along ``dim`` of a float32 tensor, size 1 along it; a group spans ``steps`` scales."""
     low, high = grouped.amin(dim, keepdim=True), grouped.amax(dim, keepdim=True)
     zero = rounded_down(low, dtype)
     spread = high - zero.to(torch.float32)
-    # A product, which every device and compiler rounds alike; see ``stored_scale``.
+    # A product by the reciprocal, which every device and compiler rounds alike; see ``stored_scale``.
     scale = rounded_up(spread * (1 / steps), dtype)
     return torch.where(spread == 0, torch.zeros_like(scale), scale), zero
 
 
 def in_scales(grouped: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
-    """(x - zero) / scale in float32; 0 where the scale is, as such groups decode to their zero point."""
+    """Return (x - zero) / scale in float32; 0 if the scale is 0, since such groups decode to their zero point."""
     step = scale.to(torch.float32)
     return (grouped - zero.to(torch.float32)) / torch.where(step == 0, torch.ones_like(step), step)
 
@@ -207,12 +212,12 @@ class Kivi(LowBit):
         return pack(codes, self.bits), scale, zero
 
     def quantize(self, x_BKSD: torch.Tensor) -> Planes:
-        """Codes int32 [B, K, S, D], and scales and zero points as the layout has them."""
+        """Return codes int32 [B, K, S, D], and scales and zero points in the layout's shapes."""
         assert self.axis is not Axis.AUTO, "the role is not known here: call of(role) first"
         x = x_BKSD.to(torch.float32)
         dim = -2 if self.axis is Axis.CHANNEL else -1
         grouped = x.unflatten(dim, (x.shape[dim] // self.group, self.group))
-        # [B, K, S / group, group, D] or [B, K, S, D / group, group]: the group is reduced, and so is what stays in its place.
+        # [B, K, S / group, group, D] or [B, K, S, D / group, group]: the group axis is reduced to size 1.
         scale, zero = stored_range(grouped, dim, 2**self.bits - 1, self.scale_dtype)
         codes = torch.round(in_scales(grouped, scale, zero))
         codes = codes.clamp(0, 2**self.bits - 1).nan_to_num().to(torch.int32).flatten(dim - 1, dim)
@@ -226,7 +231,7 @@ class Kivi(LowBit):
     def bound(self, slot: SlotSpec) -> sympy.Expr | None:
         del slot
         ulp, tiny, steps = sympy.Float(SCALE_ULP[self.scale_dtype]), sympy.Float(TINY[self.scale_dtype]), 2**self.bits - 1
-        # The zero point lies below the minimum by less than one unit in its last place; the scale is rounded up likewise.
+        # The zero point is below the minimum by less than one unit in its last place; the scale is rounded up likewise.
         spread = SPREAD + AMAX * ulp + tiny
         scale = sympy.Max(spread / steps * (1 + ulp), spread / steps + tiny)
         # Half a step, and float32 rounding of x - zero, of the quotient and of code * scale + zero.

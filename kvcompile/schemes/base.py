@@ -1,8 +1,7 @@
 """The base of all schemes: a frozen dataclass whose fields are its options, pure functions, no state.
 
-``encode`` and ``decode`` are the only definition of the numerics. They are the oracle of the tests,
-the CPU path, and, through ``format().unpack``, the source of the kernels' expressions: ``decode`` is
-written on that same ``unpack``, so the two cannot drift apart.
+``encode`` and ``decode`` are the only definition of the numerics. They are the oracle of the tests, the CPU path, and, through
+``format().unpack``, the source of the kernels' expressions: ``decode`` calls the same ``unpack``, so the two cannot diverge.
 """
 
 from __future__ import annotations
@@ -23,208 +22,215 @@ from kvcompile.types import AbsMax, Bins, KernelFormat, Layout, MinMax, PlaneSpe
 Planes = tuple[torch.Tensor, ...]
 
 DATA = {"option": False}
-"""The metadata of a scheme's field that is data and no option: not part of its text, and passed to kernels as planes."""
+"""Field metadata: data rather than an option, so it is left out of the scheme's text; kernels get it as planes."""
 
 QUIET = {"quiet": True}
-"""The metadata of an option that is left out of a scheme's text where it has its default."""
+"""Field metadata: an option that the scheme's text leaves out if it has its default."""
 
 AMAX = sympy.Symbol("amax", nonnegative=True)
-"""The largest magnitude in the group that one scale covers."""
+"""The largest magnitude in the group of one scale."""
 
 SPREAD = sympy.Symbol("spread", nonnegative=True)
-"""The largest less the smallest value of that group."""
+"""The largest minus the smallest value of that group."""
 
 NORM = sympy.Symbol("norm", nonnegative=True)
-"""What a token was divided by before its group was looked at, where a format has ``norms``."""
+"""The factor that a token was divided by before grouping, if the format has ``norms``."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Scheme(abc.ABC):
-    """How one slot is encoded. Subclasses are frozen dataclasses; their fields are the options."""
+    """How one slot is encoded. Subclasses are frozen dataclasses whose fields are the options."""
 
     name: ClassVar[str]
     window = 0
-    """How many of the newest tokens stay in full precision, in a plane named ``window``; an option of schemes with blocks."""
+    """Number of newest tokens that stay in full precision, in a plane named ``window``; an option of schemes that encode blocks."""
     sinks = 0
-    """How many of a row's first tokens stay in full precision, in a plane named ``sinks``; an option."""
+    """Number of a row's first tokens that stay in full precision, in a plane named ``sinks``; an option."""
     calibrated: ClassVar[frozenset[str]] = frozenset()
-    """Names of the fixed planes that ``calibrate`` makes."""
+    """Names of the fixed planes that ``calibrate`` computes."""
     uncalibrated: ClassVar[str] = ""
-    """The words of a warning about a cache whose planes ``calibrate`` never made: how its keys are then encoded."""
+    """For a warning about a cache whose planes ``calibrate`` never computed: how its keys are encoded then."""
     pre_rope = False
-    """Whether keys are stored as they are before their rotary embedding, which attention then applies; an option."""
+    """Whether keys are stored before their rotary embedding, which attention then applies; an option."""
     calibrates_before_rope = False
-    """Whether ``calibrate`` takes queries as they are before their rotary embedding, where keys are stored so."""
+    """Whether ``calibrate`` takes queries before their rotary embedding if keys are stored so."""
     attention: ClassVar[str] = "attend"
-    """The operation in ``torch.ops.kvcompile`` that attends over a store of this scheme; keys and values of a site name the same one."""
+    """The operation in ``torch.ops.kvcompile`` that attends over a store of this scheme; the same for keys and values of a site."""
     attention_writes: ClassVar[tuple[str, ...]] = ()
-    """Names of the planes of keys that this operation writes; the rewrite passes them behind the operands of ``attend``, None for one
-    that a layout has not."""
+    """Names of the key planes that this operation writes; the rewrite passes them after the operands of ``attend``, None for a plane that
+    the layout lacks."""
     attention_writes_values: ClassVar[tuple[str, ...]] = ()
-    """Names of the planes of values that it writes, which follow those."""
+    """Names of the value planes that it writes, passed after those."""
     kernels: ClassVar[str | None] = None
-    """The module that defines this operation and brings its kernels (``lowering.attention_plugins``), where it is not ``attend``."""
+    """The module that defines this operation and its kernels (``lowering.attention_plugins``); None for ``attend``."""
     append_kernel: ClassVar[str | None] = None
     """The module whose ``APPEND`` (``lowering.attention_plugins.AppendKernel``) encodes tokens on CUDA by a constant plane, such as
-    tables of thresholds, or scales; None where the eager body is compiled."""
+    thresholds or scales. None: the eager body is compiled."""
     kernel_encoding: ClassVar[bool] = False
-    """Whether kernels may encode as ``absmax`` or ``minmax`` says. Said by every class for itself: what a subclass encodes is its own."""
+    """Whether kernels may encode by ``absmax`` or ``minmax``. Not inherited: each class sets it for its own encoding."""
     in_order: ClassVar[bool] = False
-    """Whether its stores take tokens in their order only, as those with a window do: what lies behind the last one is forgotten."""
+    """Whether its stores take tokens in order only, as those with a window do: tokens after the last one are forgotten."""
     devices: ClassVar[tuple[str, ...] | None] = None
-    """The devices that its attention runs on, None for all."""
+    """The device types that its attention runs on; None for all."""
     exact: ClassVar[bool] = False
-    """Whether ``decode`` returns what was encoded."""
+    """Whether ``decode`` returns exactly the encoded values."""
     error_feedback_plane: ClassVar[str | None] = None
-    """The plane of keys [D, D] by whose row i the error of channel i was added to other channels before they were encoded; ``radius`` then
-    bounds the error of a channel's codes alone."""
+    """Name of the key plane [D, D] whose row i says how the error of channel i was added to other channels before they were encoded;
+    ``radius`` then bounds the error of a channel's codes alone. None: no error feedback."""
     prefill_reads_codes: ClassVar[bool] = False
-    """Whether attention of a call that fills an empty cache, too, reads what the codes of its tokens stand for, as decode steps do."""
+    """Whether attention of a call that fills an empty cache reads its tokens dequantized, as decode steps do, rather than in full
+    precision."""
     source: ClassVar[str] = ""
     warning: ClassVar[str | None] = None
 
     @abc.abstractmethod
     def layout(self, slot: SlotSpec) -> Layout:
-        """The planes of an encoded slot and so its bytes."""
+        """Return the planes of an encoded slot, and so its bytes."""
 
     @abc.abstractmethod
     def format(self, slot: SlotSpec) -> KernelFormat:
-        """How a kernel reads the planes."""
+        """Return how a kernel reads the planes."""
 
     @abc.abstractmethod
     def encode(self, x_BKSD: torch.Tensor, *fixed: torch.Tensor) -> Planes:
-        """Codes and scales of new tokens, one [B, K, S or S / block, width] tensor a plane. NaN and Inf never become finite.
+        """Return codes and scales of new tokens, one [B, K, S or S / block, width] tensor per plane. NaN and Inf never become finite.
 
-        ``fixed``: the layout's ``encoding`` planes, then those that ``calibrate`` fills. S is a multiple of ``block``, and the tokens
-        are consecutive.
+        ``fixed``: the layout's ``encoding`` planes, then those that ``calibrate`` fills. S is a multiple of ``block``, and the tokens are
+            consecutive.
         """
 
     def spoiled(self, heads: int, head_dim: int, device: torch.device | None = None) -> Planes:
-        """The codes of one token that is not there, [1, K, 1, width] a plane: they decode to NaN."""
+        """Return the codes of one absent token, [1, K, 1, width] per plane; they decode to NaN."""
         return self.encode(torch.full((1, heads, 1, head_dim), float("nan"), device=device))
 
     @abc.abstractmethod
     def bound(self, slot: SlotSpec) -> sympy.Expr | None:
-        """A bound on |x - decode(encode(x))| of one channel, in terms of ``AMAX`` and ``SPREAD`` of its group, and of its token's ``NORM``.
+        """Return a bound on |x - decode(encode(x))| of one channel, in ``AMAX`` and ``SPREAD`` of its group and ``NORM`` of its token.
 
-        None where none holds.
+        None if there is no such bound.
         """
 
     def planes_read(self, slot: SlotSpec) -> int:
-        """How many of the planes attention reads, the first ones; more than a kernel decodes where originals are among them."""
+        """Return the number of leading planes that attention reads; more than a kernel decodes if full-precision planes are among them."""
         return self.format(slot).planes
 
     def radius(self, slot: SlotSpec) -> sympy.Expr | None:
-        """Bound the error by what is stored: ``bounds.STEP``, a channel's scale, and ``bounds.ZERO``, the magnitude of its zero point."""
+        """Return a bound on a channel's error as an expression in stored numbers; None if there is none.
+
+        Its symbols are ``bounds.STEP``, the channel's scale, and ``bounds.ZERO``, the magnitude of its zero point.
+        """
         del slot
         return None
 
     @classmethod
     def variants(cls) -> tuple[Scheme, ...]:
-        """The settings that every test of all schemes runs with: the default, then one per option that matters."""
+        """Return the settings that every test of all schemes runs with: the default, then one per option that matters."""
         return (cls(),)
 
     @classmethod
     def named(cls) -> dict[str, dict[str, object]]:
-        """Settings that a source gives a name of its own, which begins with the scheme's and a hyphen, by that name: their options."""
+        """Return the settings that a source names, as {name: options}; each name begins with the scheme's name and a hyphen."""
         return {}
 
     @property
     def by_token(self) -> bool:
-        """Whether a token's codes depend on that token of its own head alone, however many are written with it."""
+        """Whether a token's codes depend only on that token of that head, not on other tokens of the write."""
         return self.block == 1
 
     @property
     def position_independent(self) -> bool:
-        """Whether a token's codes mean the same wherever they lie in a store, whatever lies beside them."""
+        """Whether a token's codes keep their meaning when copied to any other index of a store."""
         return self.by_token and not self.window and not self.sinks and not self.calibrated and not self.pre_rope
 
     @property
     def keeps_padding_out(self) -> bool:
-        """Whether other tokens set a token's scale, so that the write path must keep padding out of it."""
+        """Whether other tokens influence a token's scale, so that the write path must exclude padding."""
         return bool(self.window) or not self.by_token
 
     @property
     def block(self) -> int:
-        """How many consecutive tokens are encoded together, once all of them are there; divides ``window``."""
+        """Number of consecutive tokens encoded together, once all of them are there; divides ``window``."""
         return 1
 
     def minmax(self, head_dim: int) -> MinMax | None:
-        """How a kernel may encode rows of ``head_dim`` channels in place of ``encode``, bit for bit; None where it may not."""
+        """Return how a kernel may encode rows of ``head_dim`` channels bit for bit as ``encode`` does; None if it may not."""
         del head_dim
         return None
 
     def absmax(self, head_dim: int) -> AbsMax | None:
-        """How a kernel may encode rows of ``head_dim`` channels in place of ``encode`` where there are no zero points and no blocks."""
+        """Return how a kernel may encode rows of ``head_dim`` channels without zero points and blocks; None if it may not."""
         del head_dim
         return None
 
     def bins(self, head_dim: int) -> Bins | None:
-        """How a kernel may encode rows of ``head_dim`` channels in place of ``encode`` where thresholds are given."""
+        """Return how a kernel may encode rows of ``head_dim`` channels by given thresholds; None if it may not."""
         del head_dim
         return None
 
     def static(self, head_dim: int) -> Static | None:
-        """How a kernel may encode rows of ``head_dim`` channels in place of ``encode`` where scales are given."""
+        """Return how a kernel may encode rows of ``head_dim`` channels by given scales; None if it may not."""
         del head_dim
         return None
 
     @property
     def in_kernels(self) -> bool:
-        """Whether this very class, and not one that it derives from, says that kernels may encode."""
+        """Whether this very class, not one that it derives from, lets kernels encode."""
         return bool(vars(type(self)).get("kernel_encoding", False))
 
     def rotation(self, slot: SlotSpec) -> Rotation | None:
-        """The rotation of channels that a slot's tokens are stored in; None where they are stored as they are.
+        """Return the rotation of channels in which a slot's tokens are stored; None if they are not rotated.
 
-        ``encode``, ``decode`` and the bounds are of rotated channels. Whoever hands tokens to a store or reads them rotates them, and
-        whoever attends rotates its queries and results (``schemes.rotation``).
+        ``encode``, ``decode`` and the bounds work on rotated tokens. Callers rotate tokens before a store takes them and rotate them back
+        after reading; attention rotates its queries and results (``schemes.rotation``).
         """
         del slot
         return None
 
     def constants(self, slot: SlotSpec) -> dict[str, torch.Tensor]:
-        """Contents of the layout's constant planes by name, each broadcast to its plane's [K, rows, width]."""
+        """Return the contents of the layout's constant planes by name, each broadcastable to its plane's [K, rows, width]."""
         del slot
         return {}
 
     def empty(self, plane: PlaneSpec, slot: SlotSpec, pages: int, batch: int, device: torch.device | None = None) -> torch.Tensor:
-        """One plane of an empty store, [N, B, K, rows, width]: zeros, or what ``constants`` says of it."""
+        """Return one plane of an empty store, [N, B, K, rows, width]: zeros, or its entry of ``constants``."""
         made = torch.zeros(plane.shape(pages, batch, slot.heads), dtype=plane.dtype, device=device)
         return made.copy_(self.constants(slot)[plane.name]) if plane.constant else made
 
     def calibrates(self, slot: SlotSpec) -> bool:
-        """Whether its fixed planes come out of ``calibrate``, from the queries of the call that fills an empty cache."""
+        """Return whether ``calibrate`` computes the slot's fixed planes, from the queries of the call that fills an empty cache."""
         del slot
         return False
 
     def calibrate(self, q_BKGSD: torch.Tensor, keep_BS: torch.Tensor | None) -> Planes:
-        """The fixed planes, in the layout's order, from queries; ``keep``: which tokens are no padding, all where None."""
+        """Return the fixed planes, in the layout's order, computed from queries.
+
+        ``keep_BS``: False for padding tokens; None if there are none.
+        """
         raise NotImplementedError(f"{self.name} is not calibrated")
 
     def for_module(self, path: str) -> Scheme:
-        """The scheme of the attention at a module path, where layers have tables of their own; raises a SchemeError where it has none."""
+        """Return the scheme of the attention at a module path, with that layer's tables. Raises a SchemeError if it has none for it."""
         del path
         return self
 
     def for_role(self, role: Role) -> Scheme:
-        """The scheme that holds slots of this role, where keys and values are encoded differently."""
+        """Return the scheme that encodes slots of this role, if keys and values are encoded differently."""
         del role
         return self
 
     @property
     def largest(self) -> float:
-        """The largest magnitude that ``bound`` speaks of; a group beyond it may decode to NaN or Inf, never to a wrong number."""
+        """The largest magnitude for which ``bound`` holds; a group beyond it may decode to NaN or Inf, never to a wrong number."""
         return math.inf
 
     def check(self, slot: SlotSpec) -> None:
-        """Raise a SchemeError where this scheme cannot hold the slot."""
+        """Raise a SchemeError if this scheme cannot hold the slot."""
         del slot
 
     def check_pair(self, keys: Scheme, values: Scheme, latent: bool, path: str) -> None:
-        """Raise a SchemeError where attention cannot have these schemes for its two halves, one of which is this one.
+        """Raise a SchemeError if one attention cannot have these schemes for its keys and values; one of the two is this scheme.
 
-        ``latent``: keys and values are made from a cached latent. ``path``: the module path, for the message.
+        ``latent``: keys and values are computed from a cached latent. ``path``: the module path, for the message.
         """
         if keys.attention != values.attention:
             raise HalvesDiffer(scheme=self.name, keys=keys.spec(), values=values.spec(), path=path)
@@ -232,23 +238,23 @@ class Scheme(abc.ABC):
             raise LatentNotHeld(scheme=self.name, path=path)
 
     def check_site(self, keys: SlotSpec, values: SlotSpec, layer: int) -> None:
-        """Raise a SchemeError where attention of a layer, by its number, cannot have this scheme for keys and values of these slots."""
+        """Raise a SchemeError if the attention of a layer, by its number, cannot have this scheme for keys and values of these slots."""
         del keys, values, layer
 
     def certifying(self, certify: str) -> Scheme | None:
-        """Return the scheme with this policy for its attention's certificate, None where its attention has none."""
+        """Return the scheme with this certificate policy (``Certify.spec``); None if its attention has no certificate."""
         del certify
         return None
 
     def decode(self, planes: Planes, slot: SlotSpec) -> torch.Tensor:
-        """The values that the codes stand for, float32 [..., S, D], from planes [..., S, width].
+        """Return the dequantized values, float32 [..., S, D], of planes [..., S, width].
 
-        ``planes``: all that attention reads, or what ``encode`` returned, where tables are constant.
+        ``planes``: all planes that attention reads; or those that ``encode`` returned, and tables are taken from ``constants``.
         """
         fmt = self.format(slot)
         values = unpacked(planes[0], fmt)
         if fmt.levels:
-            # [1, 1, K, D // group, levels] -> [K, D, levels]: each channel looks its code up in the table of its group.
+            # [1, 1, K, D // group, levels] -> [K, D, levels]: a channel's code is an index into the table of its group.
             table = self._table(planes, slot, fmt)[0, 0].to(torch.float32).repeat_interleave(fmt.group, dim=-2)
             index = values.to(torch.int64).unsqueeze(-1)
             values = table.unsqueeze(-3).expand(*index.shape[:-1], -1).gather(-1, index).squeeze(-1)
@@ -262,28 +268,28 @@ class Scheme(abc.ABC):
         return values * planes[fmt.norms_at].to(torch.float32) if fmt.norms else values
 
     def _table(self, planes: Planes, slot: SlotSpec, fmt: KernelFormat) -> torch.Tensor:
-        """The plane of tables, [1, 1, K, D // group, levels], or of static scales, [1, 1, K, 1, 1]."""
+        """Return the plane of tables, [1, 1, K, D // group, levels], or of static scales, [1, 1, K, 1, 1]."""
         if len(planes) >= fmt.planes:
             return planes[fmt.planes - 1]
         spec = next(plane for plane in self.layout(slot).planes if plane.constant)
         return self.empty(spec, dataclasses.replace(slot, heads=planes[0].shape[-3]), 1, 1, planes[0].device)
 
     def bits_per_value(self, slot: SlotSpec) -> float:
-        """Stored bits per original value, scales included."""
+        """Return the stored bits per value, scales included."""
         return 8 * self.layout(slot).bytes_per_token(1) / slot.head_dim
 
     @classmethod
     def options(cls) -> tuple[dataclasses.Field[Any], ...]:
-        """The fields that are options, in their order, those that text may leave out behind the others."""
+        """Return the fields that are options, in order, with ``QUIET`` ones last."""
         found = (field for field in dataclasses.fields(cls) if field.metadata.get("option", True))
         return tuple(sorted(found, key=lambda field: bool(field.metadata.get("quiet"))))
 
     def display_name(self) -> str:
-        """The scheme in an error's words: its text, and whatever sets it apart from others of that text."""
+        """Return the scheme's name in error messages: its text, and any data that distinguishes it from others with the same text."""
         return self.spec()
 
     def spec(self) -> str:
-        """The scheme as text that ``schemes.parse`` reads back, e.g. ``int4(group=32)``; part of cache keys."""
+        """Return the scheme as text that ``schemes.parse`` reads back, e.g. ``int4(group=32)``; part of cache keys."""
         fields = []
         for field in self.options():
             value = getattr(self, field.name)
@@ -298,7 +304,7 @@ class Scheme(abc.ABC):
 
 
 def unpacked(words: torch.Tensor, fmt: KernelFormat) -> torch.Tensor:
-    """Values before scaling, float32 [..., D], of stored words [..., width]."""
+    """Return the values before scaling, float32 [..., D], of stored words [..., width]."""
     if fmt.segments > 1:
         parts = [part.to(fmt.whole_dtype) << (8 * byte) for byte, part in enumerate(words.chunk(fmt.segments, dim=-1))]
         words = functools.reduce(torch.bitwise_or, parts)
@@ -306,7 +312,7 @@ def unpacked(words: torch.Tensor, fmt: KernelFormat) -> torch.Tensor:
 
 
 def _spread(plane: torch.Tensor, fmt: KernelFormat) -> torch.Tensor:
-    """Scales or zero points [..., S // block, D // group] as float32 [..., S, D]."""
+    """Return scales or zero points [..., S // block, D // group] repeated to float32 [..., S, D]."""
     values = plane.to(torch.float32).repeat_interleave(fmt.group, dim=-1)
     return values if fmt.block == 1 else values.repeat_interleave(fmt.block, dim=-2)
 

@@ -1,8 +1,7 @@
-"""dense: K and V as the model made them, in the common template. The baseline and the reference.
+"""dense: keys and values as the model computed them, in the common template. The baseline and the reference.
 
-Same rewrite, same kernel, no quantization: what changes against stock is that attention reads the
-tokens in use once, without repeated heads and without a mask in memory. ``pre_rope`` stores keys as they
-are before RoPE, for comparison with schemes that do.
+Same rewrite, same kernel, no quantization: unlike stock attention it reads the tokens in use once, without repeated heads and without a
+mask in memory. ``pre_rope`` stores keys before RoPE, for comparison with schemes that do.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class Dense(Scheme):
         return (x_BKSD,)
 
     def decode(self, planes: Planes, slot: SlotSpec) -> torch.Tensor:
-        """The values as they are; those of a float64 model in float64."""
+        """Return the stored values in float32, or in float64 for a float64 model."""
         return planes[0] if planes[0].dtype == torch.float64 else super().decode(planes, slot)
 
     def radius(self, slot: SlotSpec) -> sympy.Expr:

@@ -1,4 +1,4 @@
-"""Options that every scheme of few bits has: channels rotated before they are encoded, and first tokens that stay exact."""
+"""Options of all low-bit schemes: rotated channels, and first tokens in full precision."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from kvcompile.schemes.rotation import ORDERS, Rotate, Rotation, order_of
 from kvcompile.types import Role, SlotSpec
 
 MOST_SINKS = 1024
-"""First tokens that may stay exact: they are read by one program of a kernel."""
+"""Largest number of first tokens in full precision: one program of a kernel reads all of them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LowBit(Scheme):
-    """``rotate``: which halves are stored with rotated channels; ``order``: the channels of a block of it, 0 for the most that fit a head.
+    """A scheme with options for rotation and exact first tokens.
 
-    ``sinks``: how many first tokens of a row, padding apart, stay exact, as attention gives them weight whatever is asked.
+    ``rotate``: the slots that are stored rotated. ``order``: channels per block of the rotation, 0 for the most that fit a head.
+    ``sinks``: first tokens of a row, padding excluded, that stay in full precision: attention gives them weight whatever the query.
     """
 
     rotate: Rotate = dataclasses.field(default=Rotate.NONE, kw_only=True, metadata=QUIET)
@@ -37,7 +38,7 @@ class LowBit(Scheme):
 
     @property
     def beside(self) -> dict[str, Any]:
-        """These options, for the scheme of another half."""
+        """These options, for making the scheme of the other slot."""
         return {"rotate": self.rotate, "order": self.order, "sinks": self.sinks}
 
     def rotation(self, slot: SlotSpec) -> Rotation | None:

@@ -1,6 +1,6 @@
-"""Files of what was measured or learned for one model: safetensors with its fingerprint, whole or not there at all.
+"""Files of measured or learned data of one model: safetensors with the model's fingerprint, written whole or not at all.
 
-What is truncated, foreign or for another model is refused, by the error of whoever reads. Nothing in a file is ever executed.
+A truncated or foreign file, or one of another model, is refused with the error of its kind. Nothing in a file is ever executed.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from kvcompile.files.tensor_file import DIGEST, Entry, digest, read_tensors
 from kvcompile.schemes.site_paths import matches, shown
 
 SAMPLES = 64
-"""Elements of each parameter that a fingerprint looks at, evenly spread."""
+"""Elements of each parameter that a fingerprint hashes, evenly spread."""
 
 
 def plain_name(name: str) -> str:
-    """A module's or a parameter's name without what wrappers put before its parts (``_orig_mod``, ``module``)."""
+    """Return a module's or parameter's name without the parts that wrappers add (``_orig_mod``, ``module``)."""
     return ".".join(part for part in name.split(".") if part not in {"_orig_mod", "module"})
 
 
 def fingerprint(model: torch.nn.Module) -> str:
-    """A hash of a model's parameters, 32 hex digits: names, shapes and samples rounded to bfloat16, so that a copy in another dtype has it.
+    """Return a hash of a model's parameters, 32 hex digits. Waits for the device.
 
-    Waits for the device.
+    It covers names, shapes and samples rounded to bfloat16, so that a copy of the model in another dtype has the same fingerprint.
     """
     found = hashlib.sha256()
     named = {plain_name(name): parameter for name, parameter in model.named_parameters()}
@@ -46,12 +46,12 @@ def fingerprint(model: torch.nn.Module) -> str:
 
 
 Declare = Callable[[Mapping[str, str], list[str]], Mapping[str, Entry]]
-"""Says which tensors a file must hold, from its metadata and its module paths."""
+"""Returns the tensors that a file must hold, from its metadata and its module paths."""
 
 
 @dataclass(frozen=True)
 class ModelFile:
-    """One kind of file: its mark, what it holds, the error of a file that is none, and how to get a good one."""
+    """One kind of file: its mark, what it holds (for messages), the error for a bad file, and advice on how to get a good one."""
 
     mark: str
     holds: str
@@ -73,9 +73,9 @@ class ModelFile:
             half.unlink(missing_ok=True)
 
     def read(self, path: str | Path, declare: Declare) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """Return the tensors and the metadata of a file of this kind; raises the kind's error.
+        """Return the tensors and metadata of a file of this kind. Raises the kind's error.
 
-        ``declare`` says from the metadata and the module paths in its entry ``sites`` which tensors the file must hold.
+        ``declare``: from the metadata and the module paths in its entry ``sites``, returns the tensors that the file must hold.
         """
 
         def declared(metadata: Mapping[str, str], names: frozenset[str]) -> Mapping[str, Entry]:
@@ -92,11 +92,11 @@ class ModelFile:
             raise self.refused(path, error) from error
 
     def refused(self, path: str | Path, error: FileUnfit) -> SchemeError:
-        """Return the kind's error for a file that is not as declared."""
+        """Return the kind's error for a file whose contents are not as declared."""
         return self.error(expected=f"a whole file of {self.holds}", found=f"{path}, which cannot be read ({error.fact})", todo=self.todo)
 
     def marks(self, path: str | Path) -> bool:
-        """Whether a file can be opened and is of this kind."""
+        """Return whether a file can be opened and is of this kind."""
         from safetensors import SafetensorError, safe_open
 
         try:
@@ -106,14 +106,14 @@ class ModelFile:
             return False
 
     def require_model(self, path: str | Path, held: str, model: torch.nn.Module) -> None:
-        """Raise the kind's error where a file's fingerprint is not that of a model."""
+        """Raise the kind's error if the fingerprint ``held`` by a file is not the model's."""
         if (found := fingerprint(model)) != held:
             raise self.error(
                 expected=f"{self.holds} for this model (fingerprint {found})", found=f"{path} for another one ({held})", todo=self.todo
             )
 
     def require_sites(self, where: str | Path, sites: Iterable[str], model: torch.nn.Module) -> None:
-        """Raise the kind's error where a module path is none of the model's."""
+        """Raise the kind's error if one of the module paths ``sites`` is not in the model."""
         modules = [plain_name(name) for name, _ in model.named_modules()]
         strange = [path for path in sites if path not in modules and not any(matches(path, module) for module in modules if module)]
         if strange:
@@ -124,7 +124,7 @@ class ModelFile:
 
 
 def sites_of(metadata: Mapping[str, str]) -> list[str]:
-    """Return the module paths in a file's metadata, at least one, each once; raises FileUnfit."""
+    """Return the module paths in a file's metadata: at least one, without repeats. Raises FileUnfit."""
     sites: list[str] = parsed(metadata.get("sites", ""), Annotated[list[str], AtLeast(1)], "sites")
     if len(set(sites)) != len(sites):
         twice = shown(sorted(path for path in sites if sites.count(path) > 1))

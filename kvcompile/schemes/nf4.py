@@ -14,11 +14,12 @@ from kvcompile.schemes.symmetric import Symmetric
 from kvcompile.types import Extent, Granularity, KernelFormat, Layout, PlaneSpec, SlotSpec
 
 OFFSET, LARGEST = 0.9677083, 8.0
-"""The outermost quantile, as the source's code has it; its level, so that scales are an eighth of the magnitude, which float16 holds."""
+"""The outermost quantile, from the source's code; and its level, chosen so that scales are an eighth of the magnitude, which float16
+holds."""
 
 
 def _levels(count: int) -> list[float]:
-    """Quantiles above zero in falling order, as float32 in units of the scale."""
+    """Return quantiles above zero in falling order, rounded to float32, in units of the scale."""
     found = [NormalDist().inv_cdf(OFFSET + (0.5 - OFFSET) * step / count) for step in range(count)]
     return (torch.tensor(found, dtype=torch.float64, device="cpu") * (LARGEST / found[0])).to(torch.float32).tolist()
 

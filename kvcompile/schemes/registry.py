@@ -1,7 +1,7 @@
-"""The registry: schemes by name. Those of extensions and of other packages are imported when somebody asks for them.
+"""The registry: schemes by name. Those of extensions and of other packages are imported when first asked for.
 
-A scheme joins in one of three ways: by a line in ``PLACES``; by ``register``, called by whoever imports it; or, from a package that is
-installed, by an entry point of the group ``kvcompile.schemes`` whose name is the scheme's::
+A scheme joins in one of three ways: by a line in ``PLACES``; by ``register`` when its module is imported; or, from an installed package, by
+an entry point of the group ``kvcompile.schemes`` whose name is the scheme's::
 
     [project.entry-points."kvcompile.schemes"]
     ternary = "my_package.ternary:Ternary"
@@ -42,15 +42,15 @@ PLACES = {
     "int8-static": "kvcompile.extensions.static_scales.scheme:StaticInt8",
     "fp8-static": "kvcompile.extensions.static_scales.scheme:StaticFp8",
 }
-"""The module and the class of every scheme of this package, in the order in which they are listed."""
+"""Module and class of every scheme of this package, in listing order."""
 
 GROUP = "kvcompile.schemes"
-"""The group of entry points of schemes that other packages bring."""
+"""Group of entry points for schemes of other packages."""
 
 
 @functools.cache
 def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
-    """The entry points of other packages' schemes, by name, without those that have a name of ours."""
+    """Return the entry points of other packages' schemes by name; an entry point with the name of a scheme of ours is left out."""
     found = {}
     for point in importlib.metadata.entry_points(group=GROUP):
         if point.name in PLACES:
@@ -61,7 +61,7 @@ def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
 
 
 def _checked(scheme: object) -> type[Scheme]:
-    """Return what is given as a scheme; raises BadScheme where it is none."""
+    """Return ``scheme`` if it is a scheme class. Raises BadScheme."""
     if not (isinstance(scheme, type) and issubclass(scheme, Scheme) and dataclasses.is_dataclass(scheme)):
         raise BadScheme(expected="a frozen dataclass that derives from kvcompile.Scheme", found=scheme)
     scheme()
@@ -69,7 +69,7 @@ def _checked(scheme: object) -> type[Scheme]:
 
 
 def _from_entry_point(point: importlib.metadata.EntryPoint) -> type[Scheme]:
-    """Import the scheme of an entry point; raises BadScheme where that fails, or where its name is another one."""
+    """Return the scheme class of an entry point. Raises BadScheme if importing it fails or its name differs from the entry point's."""
     try:
         scheme = _checked(point.load())
     except BadScheme:
@@ -86,7 +86,7 @@ def _from_entry_point(point: importlib.metadata.EntryPoint) -> type[Scheme]:
 
 
 class Registry(MutableMapping[str, type[Scheme]]):
-    """Scheme classes by name; one that nobody asked for yet is imported where it is looked up, and not where names are listed."""
+    """Scheme classes by name. A look-up imports the class if needed; listing names imports nothing."""
 
     def __init__(self) -> None:
         self.found: dict[str, type[Scheme]] = {}
@@ -124,10 +124,10 @@ Kind = TypeVar("Kind", bound=type[Scheme])
 
 
 def register(scheme: Kind) -> Kind:
-    """Add a scheme of another package by its name; a decorator. Raises BadScheme.
+    """Add a scheme class of another package under its name and return it; a decorator. Raises BadScheme.
 
-    What was compiled for it is kept on disk under its source file too: after an edit it is compiled anew. Registering the
-    class of a name again, as a notebook does, takes the place of the first.
+    Its source file is part of the keys of compiled code on disk, so an edit recompiles. Registering a name again, as a notebook does,
+    replaces the first class.
     """
     _checked(scheme)
     if scheme.name in PLACES or _setting(scheme.name) is not None:
@@ -139,12 +139,12 @@ def register(scheme: Kind) -> Kind:
 
 
 def packaged() -> tuple[type[Scheme], ...]:
-    """All schemes of this package, in the order of ``PLACES``; imports them."""
+    """Return all schemes of this package, in the order of ``PLACES``; imports them."""
     return tuple(BY_NAME[name] for name in PLACES)
 
 
 def registered() -> tuple[type[Scheme], ...]:
-    """All schemes, those of the package first; imports them, and leaves out entry points that cannot be imported, with a warning."""
+    """Return all schemes, this package's first; imports them. Entry points that fail to import are left out with a warning."""
     found = list(packaged())
     for name in BY_NAME:
         if name in PLACES:
@@ -157,17 +157,17 @@ def registered() -> tuple[type[Scheme], ...]:
 
 
 def loaded() -> tuple[type[Scheme], ...]:
-    """The schemes that somebody asked for or registered: a graph that is compiled can have no other."""
+    """Return the schemes imported or registered so far; a compiled graph can have no others."""
     return tuple(BY_NAME.found.values())
 
 
 def settings() -> Mapping[str, tuple[str, dict[str, object]]]:
-    """The names of settings that a source gives a name of its own, of all schemes: the scheme's name, and the options."""
+    """Return the settings that sources name, of all schemes, as {name: (scheme's name, options)}."""
     return {name: (kind.name, options) for kind in registered() for name, options in kind.named().items()}
 
 
 def _setting(name: str) -> tuple[str, dict[str, object]] | None:
-    """The scheme and the options of a setting by its name, which begins with the scheme's; imports no other scheme."""
+    """Return the scheme's name and the options of a named setting, or None; imports only schemes whose name it begins with."""
     for known in BY_NAME:
         if name.startswith(f"{known}-") and (options := BY_NAME[known].named().get(name)) is not None:
             return known, options
@@ -175,7 +175,7 @@ def _setting(name: str) -> tuple[str, dict[str, object]] | None:
 
 
 def _option(scheme: type[Scheme], name: str, text: object) -> object:
-    """One option's value from text, by the type of the field's default."""
+    """Return an option's value, converted from text by the type of the field's default. Raises UnknownOption or BadOption."""
     known = {field.name: field for field in scheme.options()}
     if name not in known:
         raise UnknownOption(scheme=scheme.name, known=sorted(known), option=name)
@@ -200,7 +200,7 @@ def _option(scheme: type[Scheme], name: str, text: object) -> object:
 
 
 def make(name: str, **options: object) -> Scheme:
-    """A scheme by name with options; raises UnknownScheme, UnknownOption or BadOption, BadScheme for an entry point that is none."""
+    """Return a scheme by name with options. Raises UnknownScheme, UnknownOption, BadOption, or BadScheme for a bad entry point."""
     if name in BY_NAME:
         cls = BY_NAME[name]
         return cls(**{key: _option(cls, key, value) for key, value in options.items()})
@@ -215,7 +215,7 @@ def make(name: str, **options: object) -> Scheme:
 
 @functools.cache
 def parse(text: str) -> Scheme:
-    """The scheme that ``Scheme.spec`` wrote, or a plain name: ``int4`` or ``int4(group=64)``."""
+    """Return the scheme for text such as ``int4`` or ``int4(group=64)``, as ``Scheme.spec`` writes it. Raises a SchemeError."""
     name, opened, rest = text.strip().partition("(")
     if opened and not rest.endswith(")"):
         raise UnknownScheme(known=list(BY_NAME), name=text, hint="; options end with ')'")

@@ -1,13 +1,14 @@
-"""Rotation of the channels that a store holds: by one orthogonal matrix, so that outliers of a channel spread over many.
+"""Rotation of channels: a store may hold tokens times an orthogonal matrix, so that a channel's outliers spread over many channels.
 
-With an orthogonal R, q . k = (q R) . (k R): keys enter a store as k R, queries meet them as q R, and scores are what they were. Values
-enter as v R, and what attention makes of them is taken back by the transpose of R. Everything in between (codes, scales, exact tokens,
-bounds) is rotated and need not know of it.
+With an orthogonal R, q . k = (q R) . (k R): keys are stored as k R and queries multiplied by R, so scores stay equal. Values are stored as
+v R, and attention's result is multiplied by the transpose of R. Codes, scales, exact tokens and bounds all refer to rotated tokens.
 
-R is a block Hadamard matrix H, the same block of ``order`` channels along the head (Sylvester's: entry i, j is -1 where i & j has an odd
-number of bits, over the root of the order). A plane of the store may add to it: R = H + plane, so that a plane of zeros is H itself.
-Products are in float32 and rounded to the dtype of the tokens, once on the way in and once on the way back. NaN and Inf spread over their
-block and stay what no number is: no entry is zero.
+R is a block Hadamard matrix H, with the same block of ``order`` channels repeated along the head (Sylvester's: entry i, j is negative if i
+& j has an odd number of bits, all divided by the root of the order). A plane of the store may add to it: R = H + plane, so a plane of zeros
+gives H.
+
+Products are in float32 and rounded to the dtype of the tokens, once when stored and once when rotated back. NaN and Inf spread over their
+block and never become finite, since no entry of a block is zero.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ import torch
 from kvcompile.errors import HeadDimNotDivisible
 
 ORDERS = (16, 32, 64, 128)
-"""Sizes that a block may have."""
+"""Channels that a block may have."""
 
 
 class Rotate(enum.Enum):
-    """The halves of a cache that are stored rotated: none, keys, or keys and values."""
+    """The slots that are stored rotated: none, keys, or keys and values."""
 
     NONE = "none"
     K = "k"
@@ -34,14 +35,14 @@ class Rotate(enum.Enum):
 
 @dataclass(frozen=True)
 class Rotation:
-    """A rotation of channels: blocks of ``order`` of them, and the name of the plane [1, 1 or B, K, D, D] that adds to it, if any."""
+    """A rotation in blocks of ``order`` channels; ``plane``: name of the plane [1, 1 or B, K, D, D] that is added to it, or None."""
 
     order: int
     plane: str | None = None
 
 
 def order_of(head_dim: int, order: int, scheme: str) -> int:
-    """The block's size for a head: ``order``, or where it is 0 the largest that divides it; raises HeadDimNotDivisible."""
+    """Return the block size for a head: ``order``, or if 0 the largest of ``ORDERS`` that divides it. Raises HeadDimNotDivisible."""
     fitting = [size for size in ([order] if order else ORDERS) if head_dim % size == 0]
     if not fitting:
         raise HeadDimNotDivisible(scheme=scheme, what="the order of a rotation", head_dim=head_dim, by=order or ORDERS[0])
@@ -49,7 +50,10 @@ def order_of(head_dim: int, order: int, scheme: str) -> int:
 
 
 def signs(order: int, device: torch.device | None = None) -> torch.Tensor:
-    """Sylvester's Hadamard matrix of a power of two up to 256, float32 of 1 and -1; computed: a compiled graph holds no constant."""
+    """Return Sylvester's Hadamard matrix of a power of two up to 256, float32 of 1 and -1.
+
+    Computed rather than stored, so that a compiled graph has no constant.
+    """
     place = torch.arange(order, device=device)
     both = place[:, None] & place
     for shift in (4, 2, 1):
@@ -58,7 +62,7 @@ def signs(order: int, device: torch.device | None = None) -> torch.Tensor:
 
 
 def rotation_matrix(head_dim: int, order: int, plane: torch.Tensor) -> torch.Tensor:
-    """R of a store whose plane [..., D, D] adds to the Hadamard matrix."""
+    """Return R = H + plane for a store's plane [..., D, D]."""
     place = torch.arange(head_dim, device=plane.device) // order
     inside = place[:, None] == place
     blocks = head_dim // order
@@ -66,15 +70,17 @@ def rotation_matrix(head_dim: int, order: int, plane: torch.Tensor) -> torch.Ten
 
 
 def rotate(x: torch.Tensor, order: int, plane: torch.Tensor | None) -> torch.Tensor:
-    """Rotate the channels of x [B, heads, S, D] as a store's are, in x's dtype; ``plane`` [1 or B, K, D, D], K divides the heads.
+    """Return x [B, heads, S, D] with rotated channels, in its dtype.
 
-    One token is a sum of products, which a compiler fuses with its neighbours; more are a matrix product.
+    ``plane``: [1 or B, K, D, D], added to the Hadamard matrix, where K divides the heads; None: the Hadamard matrix alone.
+
+    One token is a sum of products, which a compiler fuses with its neighbours; more tokens are a matrix product.
     """
     return _rotated(x, order, plane, inverse=False)
 
 
 def unrotate(x: torch.Tensor, order: int, plane: torch.Tensor | None) -> torch.Tensor:
-    """Undo ``rotate``."""
+    """Return x [B, heads, S, D] with the rotation undone that ``rotate`` applies for the same arguments."""
     return _rotated(x, order, plane, inverse=True)
 
 
@@ -97,8 +103,8 @@ def _product(x: torch.Tensor, matrix: torch.Tensor, tokens: torch.Tensor) -> tor
 
 
 def rounding(order: int, head_dim: int) -> float:
-    """How far the rotation of a vector may be from the exact one in a channel, by float32 alone, in norms of the vector.
+    """Return a bound on the float32 error of one channel of a rotated vector, as a multiple of the vector's norm.
 
-    ``order`` products are added, and a plane of a rotation is orthogonal to as many units in the last place.
+    ``order`` products are added, and a rotation's plane is orthogonal up to as many units in the last place.
     """
     return max(order, head_dim) * 2.0**-23 * (1 + math.sqrt(head_dim))

@@ -1,11 +1,11 @@
 """fp8, int8, int4: online symmetric quantization, no calibration ("KV Cache Quantization", Per-Token Scaling; see README).
 
-scale = amax / qmax, code = clamp(rne(x / scale)). What differs from the source, and why:
+scale = amax / qmax, code = clamp(rne(x / scale)). Differences from the source, and why:
 
-* The scale is rounded UP to its stored dtype and the codes are made from the stored scale, so that
-  rounding the scale never clips: the error is at most half a step, always.
-* The source floors the scale at 1e-12 and stores it in float16, where that is zero and the decode of
-  a tiny group is 0 * inf. Here the floor is the smallest positive number of the stored dtype.
+* The scale is rounded UP to its stored dtype and the codes are made from the stored scale, so that rounding the scale never clips: the
+  error is at most half a step, always.
+* The source floors the scale at 1e-12 and stores it in float16, where that is zero, so a tiny group decodes to 0 * inf. Here the floor is
+  the smallest positive number of the stored dtype.
 * NaN or Inf in a group makes its scale NaN, so every channel of that group decodes to NaN.
 """
 
@@ -27,7 +27,7 @@ from kvcompile.schemes.rotation import Rotate
 from kvcompile.types import AbsMax, Granularity, KernelFormat, Layout, PlaneSpec, SlotSpec
 
 DEFAULT_GROUP, LEAST_GROUP = 32, 8
-"""Channels that share a scale unless an option says otherwise; the fewest that may."""
+"""Default and smallest number of channels that share a scale."""
 
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 TINY = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-126, torch.float32: 2.0**-126}
@@ -35,30 +35,30 @@ SCALE_ULP = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float32: 2.
 
 
 def stored_scale(amax: torch.Tensor, qmax: float, dtype: torch.dtype) -> torch.Tensor:
-    """amax / qmax rounded up to ``dtype``, at least its tiniest positive; NaN where amax is not finite.
+    """Return amax / qmax rounded up to ``dtype``, at least its smallest positive number; NaN if amax is not finite.
 
-    The reciprocal is a constant: devices and compilers differ in whether they divide by one, and agree on a product.
+    amax is multiplied by a constant reciprocal: devices and compilers divide by a constant differently, but agree on a product.
     """
     exact = torch.where(torch.isfinite(amax), amax * (1 / qmax), torch.full_like(amax, float("nan")))
     return rounded_up(exact, dtype).clamp(min=TINY[dtype])
 
 
 def rounded_up(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A nonnegative float32 in ``dtype``, never below itself, at most one unit in the last place above; NaN stays, Inf becomes NaN."""
+    """Return a nonnegative float32 in ``dtype``, rounded up by at most one unit in the last place; NaN stays, Inf becomes NaN."""
     exact = torch.where(torch.isfinite(exact), exact, torch.full_like(exact, float("nan")))
     if dtype == torch.float32:
         return exact
-    # Nudged up by one unit in the last place (or one subnormal step) before rounding to nearest, so
-    # the stored scale is never below the exact one.
+    # Raised by half a unit in the last place (or half a subnormal step) before rounding to nearest, so the stored scale is never below
+    # the exact one.
     nudged = torch.maximum(exact * (1 + SCALE_ULP[dtype] / 2), exact + TINY[dtype] / 2)
     return as_stored(nudged, dtype)
 
 
 def as_stored(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A float32 x rounded to ``dtype``, compiled as well: codes are made from what is stored.
+    """Return float32 x rounded to ``dtype``, in compiled code too: codes must be made from the stored number.
 
-    Inductor goes on with float32 where a 16-bit number is widened again at once, and sees through a view of its bits
-    that nothing is done to; turning them twice is a change that it leaves to the compiler behind it.
+    Inductor keeps float32 where a 16-bit number is widened again at once, and it removes a view of the bits that changes nothing. Inverting
+    the bits twice is a change that it leaves to the compiler after it.
     """
     near = x.to(dtype)
     return near.view(torch.int16).bitwise_not().bitwise_not().view(dtype) if dtype.itemsize == 2 else near
@@ -114,7 +114,7 @@ class Symmetric(LowBit):
 
     @property
     def warning(self) -> str | None:  # type: ignore[override]
-        """Return what the report must say about this setting."""
+        """The report's warning about this setting, or None."""
         if self.granularity is Granularity.TENSOR:
             return "granularity 'tensor' lets one scale cover all heads of a write: for comparison only"
         return None
@@ -125,9 +125,9 @@ class Symmetric(LowBit):
         return AbsMax(self.bits, self.parts, self.channels_per_scale(head_dim), self.qmax, self.e4m3)
 
     def channels_per_scale(self, head_dim: int) -> int:
-        """How many consecutive channels of a head one stored scale covers.
+        """Return the number of consecutive channels of a head that one stored scale covers.
 
-        The default group stands for the most that fit: the head itself up to that size, else the largest power of two that divides both.
+        The default group adapts to the head: the whole head if it is no larger, else the largest power of two that divides both.
         """
         if self.granularity is not Granularity.GROUP:
             return head_dim
@@ -158,11 +158,11 @@ class Symmetric(LowBit):
         return torch.uint8
 
     def unpack(self, words: torch.Tensor, part: int) -> torch.Tensor:
-        """Values before scaling of part ``part`` of every word, float32."""
+        """Return the values before scaling of part ``part`` of every word, float32."""
         raise NotImplementedError
 
     def pack(self, scaled: torch.Tensor) -> torch.Tensor:
-        """Words from x / scale, [..., D] float32 -> [..., D // parts]."""
+        """Return words [..., D // parts] of x / scale, float32 [..., D]."""
         raise NotImplementedError
 
     def encode(self, x_BKSD: torch.Tensor, *fixed: torch.Tensor) -> Planes:
@@ -178,11 +178,11 @@ class Symmetric(LowBit):
         return self.pack(scaled), scale.squeeze(-1)
 
     reach: ClassVar[sympy.Expr] = sympy.Rational(1, 2)
-    """Half the distance between neighboring codes, in scales."""
+    """Half the distance between neighbouring codes, in scales."""
 
     @property
     def per_scale(self) -> sympy.Expr:
-        """The error of a channel at most, in stored scales: and float32 rounding of x / scale and of code * scale (2 units at qmax)."""
+        """Largest error of a channel in stored scales, including float32 rounding of x / scale and of code * scale (2 units at qmax)."""
         return self.reach + sympy.Float(self.qmax * 2.0**-22)
 
     def radius(self, slot: SlotSpec) -> sympy.Expr | None:
@@ -194,7 +194,7 @@ class Symmetric(LowBit):
         return self.largest_scale() * self.per_scale
 
     def largest_scale(self) -> sympy.Expr:
-        """The stored scale at most, given AMAX: rounded up by one unit in the last place, or to the floor."""
+        """Return the largest stored scale as an expression in AMAX: rounded up by one unit in the last place, or raised to the floor."""
         ulp, tiny = SCALE_ULP[self.scale_dtype], TINY[self.scale_dtype]
         return sympy.Max(AMAX / sympy.Float(self.qmax) * (1 + sympy.Float(ulp)), AMAX / sympy.Float(self.qmax) + sympy.Float(tiny))
 

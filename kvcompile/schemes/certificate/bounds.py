@@ -1,9 +1,9 @@
 """The bounds of certified attention, as sympy expressions: the one source of kernels, reports and documents.
 
-Each ``Bound`` says what it bounds, why it holds and in which direction it must be rounded. What evaluates one
-(``lowering.bound_printer``) adds the rounding errors of its own arithmetic outwards, so that what is printed
-for a machine still bounds. Source: "Runtime-Certified Bounded-Error Quantized Attention", sections 4 to 6,
-appendix A; where its forms are loose or do not hold as they stand, what follows is ours.
+Each ``Bound`` says what it bounds, why it holds and in which direction it must be rounded. The printer
+(``lowering.certificate.bound_printer``) adds the rounding errors of its own arithmetic outwards, so that printed
+code still bounds. Source: "Runtime-Certified Bounded-Error Quantized Attention", sections 4 to 6, appendix A;
+forms of ours replace those of the source that are loose or do not hold as stated.
 
 Setting, of one query of one head. The exact logits are s_t, those that the kernel computed s'_t, and
 |s'_t - s_t| <= Delta_b for the tokens of block b. Softmax weights a_t and a'_t, block masses rho_b and rho'_b;
@@ -43,13 +43,13 @@ Theorem 5 (value error; the source's corollary 4.2). E_val <= sum_b rho'_b eta_b
 Vmax: the source takes it over the blocks that have a nu_b, which the trailing partial block has not; but key error
     moves mass onto those tokens too. Ours is over every visible token.
 
-Theorem 6 (arithmetic). What float32 adds: n-term dot products are within n u sum |q_c k_c| of the exact ones, in any
+Theorem 6 (arithmetic). Errors of float32: n-term dot products are within n u sum |q_c k_c| of the exact ones, in any
     order of summation; this is part of Delta_b, for exact keys as well. exp(s' - m) is relatively within
     (|s' - m| + 8) u, sum_t x_t exp(-x_t) over a block is at most 16 / e, and a block's partial output within
     chain u sum a'_t |V_t|: ACCUMULATION. The output is rounded to the model's dtype: OUTPUT_ROUNDING.
     By tensor cores: a value is within HALF_STEP u |V_t| and, in each channel, HALF_TINY of what the scheme decodes; a weight is
     within 4 u + 2^-50, being two float16 numbers; 16 tokens are TENSOR_STEP steps, and a turn's sums are added like any number.
-    The source leaves all of this out, so its certificate need not bound what its kernel returns where a block is exact.
+    The source leaves all of this out, so its certificate need not bound its kernel's result in blocks with exact keys.
 
 Theorem 7 (ranking). The exact log-mass of a block lies within Delta_b of the one from computed logits; so a tail block
     whose log-mass + Delta_b is not above the r-th largest log-mass of blocks with exact keys is not among the top r.
@@ -80,7 +80,7 @@ import sympy
 
 
 class Rise(sympy.Function):
-    """1 - exp(-x), which is computed without cancellation; x >= 0."""
+    """1 - exp(-x) for x >= 0, evaluated without cancellation."""
 
     is_nonnegative = True
 
@@ -89,14 +89,14 @@ class Rise(sympy.Function):
 
 
 class Outward(enum.Enum):
-    """Where a bound may be moved by rounding."""
+    """The direction in which rounding may move a bound."""
 
     UP = "up"
     DOWN = "down"
 
 
 class Over(enum.Enum):
-    """The unit that an expression is evaluated for, and summed over where a sum of it is used."""
+    """The unit for which an expression is evaluated; sums run over this unit."""
 
     CHANNEL = "channel"
     BLOCK = "block"
@@ -105,7 +105,7 @@ class Over(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """An expression that bounds something, from which side, for what, and by which theorem of the module's docstring."""
+    """An expression that bounds a quantity from one side. ``theorem``: the number in the module's docstring, with a note."""
 
     name: str
     expression: sympy.Expr
@@ -115,7 +115,7 @@ class Bound:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """The names of what it is computed from, in order."""
+        """Names of the expression's symbols, sorted."""
         return tuple(sorted(symbol.name for symbol in self.expression.free_symbols))
 
 
@@ -127,27 +127,27 @@ UNIT = sympy.Float(2.0**-24)
 """Unit roundoff of float32."""
 
 TINY = sympy.Float(2.0**-116)
-"""Above whatever a few hundred flushed denormals of float32 add up to."""
+"""More than a few hundred flushed float32 denormals add up to."""
 
 TENSOR_STEP = 48
-"""Roundings, in ``UNIT``, of a sum to which tensor cores add 16 products of 16-bit floats, each of the sum of all magnitudes: theorem 9."""
+"""Rounding of a sum to which tensor cores add 16 products of 16-bit floats, in ``UNIT`` times the sum of all magnitudes: theorem 9."""
 
 HALF_STEP = 2**13 + 2**6
-"""Roundings, in ``UNIT``, of a value that is decoded in float16: 2^-11 of it, and room for what is rounded afterwards."""
+"""Rounding, in ``UNIT`` times its magnitude, of a value decoded in float16: 2^-11 of it, and a margin for later roundings."""
 
 HALF_TINY = 2.0**-25
-"""What a float16 number below the least normal one is rounded by."""
+"""Largest rounding error of a float16 number below the smallest normal one."""
 
 STEP, ZERO, SCALE = _symbols("step zero scale")
-"""A key channel's scale, the magnitude of its zero point; what multiplies q . k (its magnitude)."""
+"""A key channel's scale; the magnitude of its zero point; the magnitude of the factor of q . k."""
 
 QUERY_NORM, KAPPA, MU, CHANNELS, TERMS, PEAK, CAP = _symbols("query_norm kappa mu channels terms peak cap")
-"""|q|_2; the block's largest |k - decoded k|_2 and |k|_2; sum_c |q_c| radius_c; terms of a dot product;
-the largest |score| that has weight, where a bias is added, else 0; the softcap, 0 for none."""
+"""|q|_2; the block's largest |k - decoded k|_2 and |k|_2; sum_c |q_c| radius_c; terms of a dot product; the largest |score| that has
+weight, if a bias is added, else 0; the softcap, 0 for none."""
 
 GAP = sympy.Symbol("gap", real=True)
 WEIGHT, DELTA, NU, ETA, CENTER, VMAX = _symbols("weight delta nu eta center vmax")
-"""gap and weight: sum_{t in b} exp(s'_t - m) = weight * exp(gap), gap the block's largest logit less the head's."""
+"""gap and weight: sum_{t in b} exp(s'_t - m) = weight * exp(gap), gap being the block's largest logit minus the head's."""
 
 KEY_SUM, SHIFT, DELTA_MAX, VALUE_SUM, CHAIN, NORM, OUT_UNIT, OUT_TINY = _symbols(
     "key_sum shift delta_max value_sum chain norm out_unit out_tiny"
@@ -206,7 +206,7 @@ BOUNDS: tuple[Bound, ...] = (
     RADIUS, ROUNDING, DEVIATION, CODED, KEY_TERM, LEAST_TERM, MOST_TERM, SHIFT_TERM, TOTAL_TERM, VALUE_TERM, ACCUMULATION_TERM, KEY, VALUE,
     CENTER_NORM, ACCUMULATION, OUTPUT_ROUNDING, LARGEST_LOG_MASS, CONSISTENT,
 )
-"""Everything that a certificate is made of."""
+"""All bounds that a certificate consists of."""
 
 SOURCE_KEY = 2 * VMAX * sympy.exp(2 * DELTA_MAX) * TAIL * (sympy.exp(2 * DELTA_MAX) - 1)
-"""The source's equation 15, tail: the mass of the unpromoted blocks as int8 scores alone estimate it. For comparison only."""
+"""The source's equation 15, for comparison only. tail: the mass of the unpromoted blocks, estimated from int8 scores alone."""

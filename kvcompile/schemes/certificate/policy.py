@@ -1,6 +1,6 @@
-"""Certify: what a certificate may be at most, and what happens where it is more.
+"""Certify: the largest errors that a certificate may show, and what happens above them.
 
-The policy of the source's table 2, and its hard budgets. It is data of the compiled graph, never a branch of it.
+The policy of the source's table 2, and its hard budgets. It is data of the compiled graph; the graph never branches on it.
 """
 
 from __future__ import annotations
@@ -15,45 +15,45 @@ from kvcompile.schemes.base import require
 NAME = "certify"
 
 DEFAULTS = "default"
-"""The spelling of the source's policy."""
+"""Text of the source's policy."""
 
 
 class Fallback(enum.Enum):
-    """The fallback of a head whose checks fail: it is computed from the originals, or only reported."""
+    """The treatment of a head whose checks fail: it is computed from full-precision tokens, or only counted."""
 
     DENSE = "dense"
     REPORT = "report"
 
 
 class Select(enum.Enum):
-    """Whose selection of keys to promote holds for a query head: its own, or the union of its kv head's."""
+    """The blocks that a query head promotes: its own selection, or the union over its kv head's query heads."""
 
     HEAD = "head"
     GROUP = "group"
 
 
 def _number(value: object, low: float, high: float) -> bool:
-    """Whether a real number, not a bool, lies in [low, high]."""
+    """Return whether ``value`` is a real number, not a bool, in [low, high]."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
 
 
 @dataclasses.dataclass(frozen=True)
 class Certify:
-    """Promotion, budgets and checks of certified attention; the numbers are the source's.
+    """Promotion, budgets and checks of certified attention; the default numbers are the source's.
 
-    ``tau_cov``       blocks are promoted to original keys until they hold this share of the estimated mass
-    ``k_min, k_max``  how many blocks at least and at most
-    ``widen``         how often ``k_max`` may be doubled (rung 1): where that makes ``tau_cov`` certain, and for ``key_budget``
-    ``certain``       whether rung 1 makes ``tau_cov`` hold of the exact mass too, whatever the codes' errors are
-    ``key_budget``    the key bound at most; ``inf`` for none
-    ``v_tol``         original values for blocks that might add more than this to the value bound (rung 2); ``inf`` for none
-    ``value_budget``  the value bound at most, by promoting further blocks, the largest first; ``inf`` for none
-    ``rank``          how many leading blocks must be known for certain (rung 3); 0 turns the check off
-    ``agree``         whether codes must also order these as originals do, as the source asks; what is returned is exact there without it
-    ``guard``         how far beyond its bound a logit may be before the planes count as damaged (rung 4)
-    ``explore``       share of the other blocks that are compared with their originals at every step
-    ``select``        "head": every query head selects blocks for itself; "group": those of a kv head get the union of theirs
-    ``fallback``      "dense": a head that fails is computed from the originals; "report": it is only counted
+        ``tau_cov``       promote blocks to full-precision keys until they hold this share of the estimated mass
+        ``k_min, k_max``  smallest and largest number of promoted blocks
+        ``widen``         how often ``k_max`` may double (rung 1), to make ``tau_cov`` certain and to meet ``key_budget``
+        ``certain``       whether rung 1 must make ``tau_cov`` hold for the exact mass, whatever the errors of the codes
+        ``key_budget``    largest key bound; ``inf`` for none
+        ``v_tol``         read full-precision values of blocks that may add more than this to the value bound (rung 2); ``inf`` for none
+        ``value_budget``  largest value bound; met by promoting further blocks, the largest first; ``inf`` for none
+        ``rank``          how many leading blocks must be certain (rung 3); 0 turns the check off
+        ``agree``         whether codes must also order these blocks as full-precision keys do: the source asks it, exactness does not
+        ``guard``         by how much a logit may exceed its bound before the planes count as damaged (rung 4)
+        ``explore``       share of the other blocks to compare with their full-precision tokens at every step
+        ``select``        "head": each query head selects blocks for itself; "group": all query heads of a kv head use the union
+        ``fallback``      "dense": compute a failing head from full-precision tokens; "report": only count it
     """
 
     tau_cov: float = 0.995
@@ -95,11 +95,11 @@ class Certify:
 
     @property
     def widens_coverage(self) -> bool:
-        """Whether rung 1 looks at the coverage."""
+        """Whether rung 1 checks the coverage."""
         return self.certain and self.widen > 0 and 0 < self.tau_cov < 1
 
     def spec(self) -> str:
-        """Return what differs from the defaults, as text that ``parse_policy`` reads back; the operand of the op."""
+        """Return the options that differ from their defaults, as text that ``parse_policy`` reads back; an operand of attention."""
         values = ((field, getattr(self, field.name)) for field in dataclasses.fields(self))
         changed = (f"{field.name}:{getattr(value, 'value', value)}" for field, value in values if value != field.default)
         return "/".join(changed) or DEFAULTS
@@ -109,7 +109,7 @@ _TRUTH = {"True": True, "False": False}
 
 
 def parse_policy(text: str) -> Certify:
-    """Parse what ``Certify.spec`` wrote: ``v_tol:0.02/rank:0``; raises BadOption."""
+    """Return the policy for text as ``Certify.spec`` writes it, e.g. ``v_tol:0.02/rank:0``. Raises BadOption."""
     kinds: dict[str, Any] = {
         field.name: _TRUTH.__getitem__ if isinstance(field.default, bool) else type(field.default) for field in dataclasses.fields(Certify)
     }
@@ -125,23 +125,23 @@ def parse_policy(text: str) -> Certify:
 
 
 class Figure(enum.IntEnum):
-    """The columns of a step's certificate, float32 [B, H, S, figures]; bounds are rounded up."""
+    """Columns of a step's certificate, float32 [B, H, S, figures]; bounds are rounded up."""
 
     CANDIDATE_KEY = 0
     CANDIDATE_VALUE = 1
     CANDIDATE_ARITHMETIC = 2
     KEY = 3
-    """Of what is returned, zero where that is dense; with VALUE and ARITHMETIC it bounds the distance to the exact result."""
+    """Bound of the returned result, zero if that is dense; the sum of KEY, VALUE and ARITHMETIC bounds the distance to the exact result."""
     VALUE = 4
     ARITHMETIC = 5
     DELTA = 6
-    """The largest deviation of a logit in any block of codes."""
+    """The largest deviation of a logit over all blocks of codes."""
     TAIL = 7
-    """The mass that int8 scores alone put on the blocks which kept codes as keys: the source's estimated tail mass."""
+    """The mass, by int8 scores alone, of the blocks whose keys stayed codes: the source's estimated tail mass."""
 
 
 class Count(enum.IntEnum):
-    """The columns of a step's counters, int32 [B, H, S, counts]."""
+    """Columns of a step's counters, int32 [B, H, S, counts]."""
 
     BLOCKS = 0
     """Visible blocks of codes."""
@@ -149,25 +149,25 @@ class Count(enum.IntEnum):
     VALUES = 2
     EXPLORED = 3
     WIDENED = 4
-    """Whether rung 1 promoted more blocks than the coverage alone asked for: 0 or 1."""
+    """1 if rung 1 promoted more blocks than the coverage needed, else 0."""
     RUNG = 5
     CAUSES = 6
 
 
 class Rung(enum.IntEnum):
-    """How far a head went, in the source's numbers."""
+    """The last stage of recovery that a head needed, numbered as in the source."""
 
     PLAIN = 0
     WIDENED = 1
     VALUES = 2
     HEAD = 3
-    """This head is computed from the originals."""
+    """This head is computed from full-precision tokens."""
     LAYER = 4
-    """All heads of this batch row are."""
+    """All heads of this batch row are computed from full-precision tokens."""
 
 
 class Cause(enum.IntFlag):
-    """Why a head failed; bits of ``Count.CAUSES``."""
+    """The reason why a head failed; bits of ``Count.CAUSES``."""
 
     RANK = 1
     BOUNDARY = 2
@@ -177,7 +177,7 @@ class Cause(enum.IntFlag):
 
 
 EXACT = Certify(tau_cov=1.0, k_min=2**31, k_max=2**31, v_tol=0.0, value_budget=0.0)
-"""Every block by its originals."""
+"""Reads every block from its full-precision tokens."""
 
 NAIVE = Certify(tau_cov=0.0, k_min=0, k_max=0, widen=0, certain=False, v_tol=math.inf, rank=0, fallback=Fallback.REPORT)
 """Codes alone with all checks off: the source's naive baseline."""

@@ -1,11 +1,11 @@
-"""Planes that certificates write: sums, histograms and the last step of each kv head; where a window's originals begin.
+"""Planes that certified attention writes: sums, histograms and the last step of each kv head; and where a window's exact tokens begin.
 
 A telemetry plane [1, B, K, 1, TELEMETRY] of float64 has three parts for each kv head of each batch row:
 
-    COLUMNS     steps, head-steps, of every ``Figure`` the sum and the largest, how often every ``Count``, ``Rung`` and ``Cause`` was, what
-                became of the scratch, bytes over the bus
-    histograms  of each of ``BINNED`` how many head-steps had which magnitude, in BINS bins, four to a factor of two
-    last step   of its newest query: how many query heads there are, and for each of the first LAST_HEADS the figures and counters
+    COLUMNS     steps; head-steps; sum and maximum of every ``Figure``; how often every ``Count``, ``Rung`` and ``Cause`` occurred;
+                hits and misses of the scratch; bytes over the bus
+    histograms  for each of ``BINNED``, head-steps by magnitude, in BINS bins, four to a factor of two
+    last step   for its newest query: number of query heads, and for each of the first LAST_HEADS the figures and counters
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ COLUMNS: tuple[str, ...] = (
     *(f"cause_{cause.name.lower()}" for cause in Cause if cause.name),
     "key_found", "key_fetched", "value_found", "value_fetched", "key_bytes", "value_bytes",
 )
-"""The accumulators, in order; ``sum_`` and the counters add up, ``most_`` is the largest. The last six are about originals in host memory:
-blocks of a kv head that were asked for and lay in the scratch, or were read over the bus, and the bytes that went over it."""
+"""The accumulators, in order: ``most_`` columns keep the maximum, all others add up. The last six count full-precision tokens in host
+memory: blocks of a kv head that were found in the scratch, blocks that were read over the bus, and bytes over it."""
 
 BINNED: tuple[Figure | Count, ...] = (
     Figure.CANDIDATE_KEY, Figure.CANDIDATE_VALUE, Figure.KEY, Figure.VALUE, Count.KEYS, Count.VALUES,
 )
-"""The figures and counters that have a histogram, in order."""
+"""Figures and counters that have a histogram, in order."""
 
 BINS, PER_OCTAVE, LEAST_POWER = 128, 4, -16
-"""Bins of a histogram, bins to a factor of two, and the power of two that the second bin begins with; the first has what is below, the last
-what is above, infinite or no number."""
+"""Bins of a histogram; bins to a factor of two; power of two at which the second bin begins. The first bin takes smaller numbers, the last
+larger ones, infinity and NaN."""
 
 FIRST_BITS = ((127 + LEAST_POWER) << 2) - 1
-"""What is subtracted from a float32 number's bits without its last 21 for its bin: exponent and two bits behind it are left."""
+"""Subtracted from a float32 number's bits, shifted right by 21, to get its bin: the exponent and two bits of the mantissa remain."""
 
 LAST_HEADS = 16
-"""Query heads of a kv head whose last certificates are kept: as many as kernels know."""
+"""Query heads of a kv head whose last certificates are kept: as many as kernels support."""
 
 LAST_WIDTH = len(FIGURES) + len(COUNTS)
 
 HISTOGRAMS_AT = len(COLUMNS)
 LAST_AT = HISTOGRAMS_AT + len(BINNED) * BINS
 TELEMETRY = LAST_AT + 1 + LAST_HEADS * LAST_WIDTH
-"""Numbers of each kv head and row."""
+"""Columns of the plane."""
 
 
 class Kind(enum.IntEnum):
-    """The rule by which numbers of several planes are joined: they add up, the largest stays, or none of them does."""
+    """How a column of several planes is joined: summed, maximum, or not at all."""
 
     SUM = 0
     MOST = 1
@@ -66,25 +66,25 @@ KINDS: tuple[Kind, ...] = (
     *(Kind.MOST if name.startswith("most_") else Kind.SUM for name in COLUMNS), *(Kind.SUM,) * (len(BINNED) * BINS),
     *(Kind.LAST,) * (1 + LAST_HEADS * LAST_WIDTH),
 )
-"""The kind of each number."""
+"""The kind of each column."""
 
 
 def name_of(binned: Figure | Count) -> str:
-    """The name of a figure or counter as columns spell it."""
+    """Return the column name of a figure or counter."""
     return binned.name.lower()
 
 
 def edge(index: int) -> float:
-    """Where a bin begins; zero for the first one. Bins between two powers of two are equally wide."""
+    """Return the lower edge of a bin, zero for the first. Bins between two powers of two are equally wide."""
     power, part = divmod(index - 1, PER_OCTAVE)
     return 2.0 ** (LEAST_POWER + power) * (1 + part / PER_OCTAVE) if index else 0.0
 
 
 TELEMETRY_PLANE = PlaneSpec("telemetry", torch.float64, TELEMETRY, 1, Extent.ROW)
-"""The plane of these numbers, of a key store that grows with its attention."""
+"""Spec of the telemetry plane of a key store."""
 
 REFILLED = "refilled"
-"""The name of the plane with the first token from which on a window holds originals: a rollback puts those before back from codes."""
+"""Name of the plane with the first token from which on a window holds exact tokens: a rollback refills earlier ones from codes."""
 
 REFILLED_PLANE = PlaneSpec(REFILLED, torch.int64, 1, 1, Extent.ROW, tally=True)
-"""The plane of that token, int64 and counted from the row's origin as the clock counts, of a store whose attention reports its error."""
+"""Spec of that plane, int64, counted from the row's origin like the clock; for a store whose attention reports its error."""
