@@ -1,1 +1,1 @@
-"""Readers of files: JSON and safetensors whose contents are declared, so that nothing else is accepted and every refusal says where."""
+"""Readers of JSON and safetensors files with declared contents: anything else is refused, and every refusal says where."""

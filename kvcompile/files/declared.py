@@ -1,4 +1,4 @@
-"""Declared values: reads plain data, as JSON gives it, as a type says; whatever does not fit raises ``FileUnfit`` with its place.
+"""Declared values: converts plain JSON data to a declared type; raises ``FileUnfit`` with the location of a value that does not fit.
 
 ::
 
@@ -29,30 +29,30 @@ from kvcompile.errors import FileUnfit
 
 @dataclass(frozen=True)
 class Range:
-    """The least and the largest number that an annotated int or float may be, both included; NaN and infinities are outside."""
+    """Bounds of an annotated int or float, both inclusive; NaN and infinities are outside."""
 
     least: float = -math.inf
     most: float = math.inf
 
     def holds(self, value: float) -> bool:
-        """Whether a number is finite and inside."""
+        """Return whether a number is finite and within the bounds."""
         return math.isfinite(value) and self.least <= value <= self.most
 
 
 @dataclass(frozen=True)
 class AtLeast:
-    """The least number of items that an annotated list or mapping must have."""
+    """Smallest number of items of an annotated list or mapping."""
 
     items: int
 
 
 @dataclass(frozen=True)
 class Whole:
-    """Mark a dataclass in an annotation so that a file must give every field, fields with defaults included."""
+    """Marks an annotated dataclass whose fields must all be given, even those with defaults."""
 
 
 def as_declared(kind: Any, value: Any, where: str = "the file") -> Any:
-    """Return plain data as a value of ``kind``; raises FileUnfit with ``where`` as the value's place.
+    """Return plain data converted to ``kind``. Raises FileUnfit; ``where``: the value's location, for the message.
 
     Kinds: str, bool, int, float, None, Any; enums by value, dtypes by name; list, tuple, dict, unions; dataclasses from their fields;
     ``Annotated`` with ``Range``, ``AtLeast`` or ``Whole``.
@@ -76,7 +76,7 @@ def as_declared(kind: Any, value: Any, where: str = "the file") -> Any:
 
 
 def unfit(where: str, expected: object, found: Any) -> FileUnfit:
-    """Return the FileUnfit for a value found at ``where`` that is not the ``expected`` one; a long value is shortened."""
+    """Return the FileUnfit for a value at ``where`` that is not as ``expected``; a long value is shortened."""
     return FileUnfit(where=where, expected=expected, found=reprlib.repr(found))
 
 
@@ -84,7 +84,7 @@ def _plain(kind: Any, value: Any, where: str) -> Any:
     if kind in {None, type(None)}:
         fits = value is None
     elif kind is float:
-        # JSON writes 1.0 as 1; an int beyond float's range is none.
+        # JSON may write 1.0 as 1; an int beyond float's range is refused.
         fits = type(value) is float or (type(value) is int and abs(value) < 1 << 1023)
     else:
         fits = type(value) is kind
@@ -131,11 +131,11 @@ def _dict(kinds: tuple[Any, ...], value: Any, where: str) -> dict[Any, Any]:
 
 
 READERS: dict[Any, Callable[[tuple[Any, ...], Any, str], Any]] = {list: _list, tuple: _tuple, dict: _dict, Mapping: _dict}
-"""Readers of containers by their type."""
+"""Readers of containers, by type."""
 
 
 def _record(kind: Any, value: Any, where: str, whole: bool = False) -> Any:
-    """Return a dataclass from a mapping of its fields; a field may be absent if it has a default and ``whole`` is False."""
+    """Return a dataclass from a mapping of its fields; a field may be absent if it has a default, unless ``whole``."""
     fields = {field.name: field for field in dataclasses.fields(kind) if field.init}
     given = _plain(dict, value, where)
     if unknown := sorted(map(str, given.keys() - fields.keys())):

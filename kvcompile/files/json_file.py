@@ -1,4 +1,4 @@
-"""JSON text and files: parsed whole, whatever is wrong with them raises ``FileUnfit``."""
+"""JSON text and files, converted to a declared type; any fault raises ``FileUnfit``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def parsed(text: str | bytes, kind: type[T] | Any = Any, where: str = "the file") -> Any:
-    """Return JSON text as a value of ``kind`` (``declared.as_declared``); raises FileUnfit, also where one name stands twice."""
+    """Return JSON text converted to ``kind`` (``declared.as_declared``). Raises FileUnfit, also for a name given twice in one mapping."""
     try:
         value = json.loads(text, object_pairs_hook=_once)
     except (ValueError, TypeError) as error:
@@ -24,7 +24,7 @@ def parsed(text: str | bytes, kind: type[T] | Any = Any, where: str = "the file"
 
 
 def read_json(path: Path, kind: type[T] | Any = Any) -> Any:
-    """Return the JSON of a file as a value of ``kind``; raises FileUnfit."""
+    """Return a file's JSON converted to ``kind``. Raises FileUnfit."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -33,7 +33,7 @@ def read_json(path: Path, kind: type[T] | Any = Any) -> Any:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the mapping of some pairs; raises ValueError for a name that stands twice, of which JSON readers take the later."""
+    """Return pairs as a dict. Raises ValueError for a repeated name, of which JSON readers would silently take the last."""
     found = dict(pairs)
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]

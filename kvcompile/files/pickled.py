@@ -1,8 +1,8 @@
-"""Classes in pickles: what ``torch.load`` must admit to read a compressed cache, by their names, without an import of any of them.
+"""Classes in pickles of compressed caches: registers their names with ``torch.load`` without importing any of them.
 
-A pickle names the module of every class that it holds. ``STORED`` has all names of ours that a cache may hold, and the modules that they
-were in before; each is admitted as a stand-in, which imports the class when a file makes one. So whoever imports this module can load a
-cache of any scheme, of this version or an earlier one, and has not paid for what the file does not hold.
+A pickle names the module of every class in it. ``STORED`` lists all names of ours that a cache may contain, and their former modules. Each
+is registered as a stand-in, which imports the real class when a file needs it. So importing this module is enough to load a cache of any
+scheme, of this version or an earlier one, and costs no import of schemes that the file does not use.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ STORED: dict[str, tuple[tuple[str, ...], str | None]] = {
     "kvcompile.extensions.static_scales.scales": (("ModelScales", "Scales", "SiteScales"), "kvcompile.schemes.calibrated.scales"),
     "kvcompile.extensions.static_scales.scheme": (("StaticFp8", "StaticInt8"), "kvcompile.schemes.calibrated.scheme"),
 }
-"""By module: the classes and functions of it that pickles of caches name, and the module that they were in up to version 0.1."""
+"""By module: its classes and functions that pickles of caches name, and the module that had them up to version 0.1."""
 
 
 class _Resolved(type):
-    """The class of stand-ins: to call one is to call what it stands for."""
+    """Metaclass of stand-ins: calling a stand-in calls the real class."""
 
     place: tuple[str, str]
 
     def real(cls) -> Any:
-        """Import the real class and add it to torch's safe globals, since ``torch.load`` checks the class of each object that it made."""
+        """Import the real class, add it to torch's safe globals, and return it: ``torch.load`` checks the class of each object it made."""
         module, name = cls.place
         found = getattr(importlib.import_module(module), name)
         torch.serialization.add_safe_globals([(found, f"{module}.{name} as it is")])
@@ -60,7 +60,7 @@ class _Resolved(type):
 
 
 def _stand_in(module: str, name: str) -> type:
-    """Return a class for a pickle's class name: unpickling it imports the real class and makes an object of that."""
+    """Return a class for a class name in pickles; unpickling it imports the real class and makes an object of that."""
 
     def make(cls: Any, *args: Any) -> Any:
         real = cls.real()
@@ -70,7 +70,7 @@ def _stand_in(module: str, name: str) -> type:
 
 
 class _Former(types.ModuleType):
-    """Stand in ``sys.modules`` for a module of an earlier version, so that pickles that name its classes load."""
+    """Entry of ``sys.modules`` for a module of an earlier version, so that pickles that name its classes load."""
 
     names: tuple[str, ...]
     place: str
@@ -82,15 +82,15 @@ class _Former(types.ModuleType):
 
 
 def install() -> None:
-    """Let ``torch.load`` with its default ``weights_only=True``, and ``pickle``, read the caches of this version and of earlier ones.
+    """Let ``torch.load`` with its default ``weights_only=True``, and ``pickle``, read caches of this version and of earlier ones.
 
-    The classes hold data and no code of the file's: an unpickler that admits them can run nothing else.
+    The registered classes hold data only: an unpickler that admits them cannot run code of the file.
     """
     for module, (names, former) in STORED.items():
         stand_ins = {name: _stand_in(module, name) for name in names}
         for place in filter(None, (module, former)):
             torch.serialization.add_safe_globals([(made, f"{place}.{name}") for name, made in stand_ins.items()])
-        # The one module that is a folder now has its name in the folder's own module.
+        # A former module whose path is a package today needs no entry of its own.
         if former is not None and not module.startswith(former + "."):
             gone = _Former(former)
             gone.names, gone.place = names, module
@@ -98,13 +98,13 @@ def install() -> None:
 
 
 def admit(*roots: type) -> None:
-    """Let ``torch.load`` make classes of other packages, and those of their fields that ``STORED`` has not."""
+    """Let ``torch.load`` make these classes of other packages, and the dataclasses and enums of their fields."""
     found = [item for root in roots for item in classes(root)]
     torch.serialization.add_safe_globals([item for item in found if item.__qualname__ not in STORED.get(item.__module__, ((), None))[0]])
 
 
 def classes(root: type) -> list[type]:
-    """Return a dataclass or an enum, and every such class that the fields of it are annotated with, of fields of fields too."""
+    """Return a dataclass or enum, and every such class in the annotations of its fields, recursively."""
     found: dict[type, None] = {}
     queue = [root]
     while queue:
@@ -118,7 +118,7 @@ def classes(root: type) -> list[type]:
 
 
 def _parts(hint: Any) -> Iterator[type]:
-    """Yield each dataclass and enum class inside a type annotation, the arguments of unions and generics included."""
+    """Yield each dataclass and enum in a type annotation, including arguments of unions and generics."""
     if isinstance(hint, type) and (dataclasses.is_dataclass(hint) or issubclass(hint, enum.Enum)):
         yield hint
     for inner in typing.get_args(hint):

@@ -1,4 +1,4 @@
-"""Safetensors files whose tensors are declared: names, shapes, dtypes and ranges are checked before anything is returned."""
+"""Safetensors files with declared tensors: names, shapes, dtypes and ranges are checked before anything is returned."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import torch
 from kvcompile.errors import FileUnfit
 
 DIGEST = "digest"
-"""The metadata entry that holds a hash of all tensors and of the other metadata."""
+"""Metadata entry with a hash of all tensors and of the other metadata."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One declared tensor: shape (None: a dim of any size), dtype, the range of its elements, and whether they rise along the last axis.
+    """One declared tensor: shape (None for any size), dtype, range of its elements; ``rising``: sorted along the last axis.
 
-    NaN and infinities are outside of every range.
+    NaN and infinities are outside every range.
     """
 
     shape: tuple[int | None, ...]
@@ -30,7 +30,7 @@ class Entry:
     rising: bool = False
 
     def check(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor unchanged; raises FileUnfit if its shape, dtype, range or order is not the declared one."""
+        """Return the tensor unchanged. Raises FileUnfit if its shape, dtype, range or order is not as declared."""
         fits = tensor.dim() == len(self.shape) and all(
             wanted in {None, size} for wanted, size in zip(self.shape, tensor.shape, strict=True)
         )
@@ -45,13 +45,13 @@ class Entry:
 
 
 Declare = Callable[[Mapping[str, str], frozenset[str]], Mapping[str, Entry]]
-"""Says which tensors a file must hold, from its metadata and the names that it has."""
+"""Returns the tensors that a file must hold, from its metadata and the names of its tensors."""
 
 
 def read_tensors(path: Path, declare: Declare) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return a file's tensors, on the CPU, and its metadata; raises FileUnfit unless they are exactly what ``declare`` says.
+    """Return a file's tensors, on the CPU, and its metadata. Raises FileUnfit unless they are exactly as ``declare`` returns.
 
-    A file that carries a digest must match it: no byte of tensors or metadata was changed since it was written.
+    If the file has a digest it must match: no byte of tensors or metadata has changed since it was written.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -72,7 +72,7 @@ def read_tensors(path: Path, declare: Declare) -> tuple[dict[str, torch.Tensor],
 
 
 def digest(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> str:
-    """Return a hash of tensors and of metadata but for the digest itself, 32 hex digits."""
+    """Return a hash, 32 hex digits, of tensors and of the metadata without its digest entry."""
     found = hashlib.sha256()
     for name, text in sorted(metadata.items()):
         if name != DIGEST:
