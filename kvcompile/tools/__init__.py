@@ -1,1 +1,1 @@
-"""Tools: the command line, evaluation and the planner, which use the package as its users do."""
+"""Tools: the command line, the evaluation and the planner. They use the package as its users do."""

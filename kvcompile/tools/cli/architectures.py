@@ -1,7 +1,7 @@
-"""Architectures: a tiny random model of every kind of decoder that the installed transformers has, and how to call it.
+"""Architectures: a tiny random model of every decoder type in the installed transformers, and how to call it.
 
-Configurations only: nothing is downloaded and no architecture is listed here. A name is a model type, as in
-``llama``; a model with an encoder of its own is ``bart+encoder``, for many types are both.
+Models are built from configurations only: nothing is downloaded and no architecture is listed here. A name is a model type, such as
+``llama``; an encoder-decoder model is ``bart+encoder``, because many types have both forms.
 """
 
 from __future__ import annotations
@@ -31,21 +31,22 @@ OPEN: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {"num_hidden_layers": 3},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4},
 }
-"""What the default configuration of a type leaves open or too large for a tiny model, where no size's name says it."""
+"""Settings that a type's default configuration leaves unset, or too large for a tiny model, under names that ``shrink.SIZES`` does not
+have."""
 NEUTRAL = 0.06
-"""A deviation of weights at which activations of 256 channels keep their size, so that attention matters in the logits."""
+"""Standard deviation of weights at which activations of 256 channels keep their magnitude, so that attention influences the logits."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """One tiny model and what differs in calling it: how its caches are made, and what goes in beside the tokens."""
+    """One tiny model and its way of being called: its caches, and the inputs other than tokens."""
 
     name: str
     model: Any
     encoded: bool
 
     def static_cache(self, capacity: int) -> Any:
-        """An empty static cache."""
+        """Return an empty static cache of ``capacity`` tokens."""
         from transformers import EncoderDecoderCache, StaticCache
 
         config = self.model.config.get_text_config(decoder=True)
@@ -53,14 +54,14 @@ class Subject:
         return EncoderDecoderCache(cache, StaticCache(config=config, max_cache_len=SOURCE_TOKENS)) if self.encoded else cache
 
     def dynamic_cache(self) -> Any:
-        """An empty dynamic cache; None where the model makes the right one by itself."""
+        """Return an empty dynamic cache; None if the model makes its own."""
         from transformers import DynamicCache, EncoderDecoderCache
 
         config = self.model.config.get_text_config(decoder=True)
         return EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config)) if self.encoded else None
 
     def inputs(self, tokens: torch.Tensor, mask: torch.Tensor | None, seed: int = 0) -> dict[str, Any]:
-        """Keyword arguments of one call for new ``tokens`` and a padding ``mask`` over all tokens so far."""
+        """Return the keyword arguments of one call for new ``tokens`` and a padding ``mask`` over all tokens so far; None: no padding."""
         if not self.encoded:
             return {"input_ids": tokens} | ({"attention_mask": mask} if mask is not None else {})
         from transformers.modeling_outputs import MoEModelOutput
@@ -81,12 +82,12 @@ class Subject:
 
     @property
     def vocabulary(self) -> int:
-        """How many words the decoder knows."""
+        """Vocabulary size of the decoder."""
         return int(self.model.config.get_text_config(decoder=True).vocab_size)
 
 
 def names() -> list[str]:
-    """Every architecture of the installed transformers that generates text, each under one name."""
+    """Return every text-generating architecture of the installed transformers, each under one name."""
     from transformers import CONFIG_MAPPING
     from transformers.models.auto import modeling_auto
 
@@ -97,7 +98,7 @@ def names() -> list[str]:
         inner = name
         with contextlib.suppress(Exception):
             inner = CONFIG_MAPPING[name]().get_text_config(decoder=True).model_type
-        # A type whose text part is a type of its own would be the same model twice.
+        # Skip a type whose text part is itself a listed type: it would be the same model twice.
         if inner == name or inner not in causal:
             found.append(name)
     both = sorted(name + WITH_ENCODER for name in paired if _has_encoder(name))
@@ -107,14 +108,17 @@ def names() -> list[str]:
 def _has_encoder(name: str) -> bool:
     from transformers import CONFIG_MAPPING
 
-    # A type that is made of two others has no configuration of its own.
+    # A type composed of two others has no default configuration and raises ValueError.
     with contextlib.suppress(ValueError):
         return bool(getattr(CONFIG_MAPPING[name](), "is_encoder_decoder", False))
     return False
 
 
 def build(name: str, attention: str, layers: int = 2, sizes: Callable[[Any], Mapping[str, Any]] | None = None) -> Subject:
-    """A tiny random model in evaluation mode; ``sizes`` maps its default configuration to settings; raises whatever its classes raise."""
+    """Return a tiny random model in evaluation mode. Raises the exceptions of the model's classes.
+
+    ``sizes``: from the type's default configuration, further settings for the tiny one.
+    """
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     kind = name.removesuffix(WITH_ENCODER)
@@ -146,7 +150,10 @@ def _parts(config: Any) -> list[Any]:
 
 @torch.no_grad()
 def _stir(model: torch.nn.Module) -> None:
-    """Move what starts as zeros or ones (biases, norms, sinks) a little: a part that is left out must show in the logits."""
+    """Add noise to one-dimensional parameters (biases, norms, sinks), which start as zeros or ones.
+
+    Leaving one out must change the logits.
+    """
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         if parameter.is_floating_point() and parameter.dim() == 1:

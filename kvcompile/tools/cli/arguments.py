@@ -1,6 +1,6 @@
-"""Arguments of every command: what may be given, its defaults and its help. Imports no torch, so that --help and a wrong option cost none.
+"""Arguments of every command: choices, defaults and help texts. Imports no torch, so that --help and a wrong option are answered quickly.
 
-What stands here of other modules' choices and defaults is held to be theirs by a test.
+A test checks that choices and defaults copied from other modules are still theirs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ EXTENTS = ("tensor", "head")
 GENERATIONS = ("sm_80", "sm_89", "sm_90", "sm_100")
 TASKS = ("needle", "multikey", "variable", "counts", "multivalue", "multiquery", "common", "frequent")
 STEPS, BATCH, RATE = 500, 32, 7e-4
-"""Of ``learn``: steps of the optimizer, sequences a step, and its rate."""
+"""Defaults of ``learn``: optimizer steps, sequences per step, and the learning rate."""
 EVALUATED = "dense,int8,fp8,int4"
 TRIED = "int8,int4,kivi(bits=4),kivi"
 GB = 10**9
@@ -34,7 +34,7 @@ Commands = argparse._SubParsersAction  # the class of what add_subparsers return
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of all commands; ``run`` of what it parses is the place of the function that runs the command, ``module:name``."""
+    """Return the parser of all commands. In its result, ``run`` names the function that runs the command, as ``module:name``."""
     made = argparse.ArgumentParser(prog="kvcompile", description="Compile models to attend over a compressed KV cache, and see how.")
     commands = made.add_subparsers(required=True, metavar="COMMAND")
     for add in (
@@ -203,7 +203,7 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_text(parser: argparse.ArgumentParser, out: str, length: int) -> None:
-    """Add what every command over a model and text files takes; ``out``: what is said of the file that it writes."""
+    """Add the arguments of a command that takes a model and text files; ``out``: help text of the file that it writes."""
     parser.add_argument("target", metavar="MODEL", help="a local checkpoint folder, hf:TYPE, or file.py:factory")
     parser.add_argument("--data", nargs="+", type=Path, required=True, metavar="FILE", help="text files, or .jsonl with a text a line")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help=out)
@@ -216,14 +216,14 @@ def _add_text(parser: argparse.ArgumentParser, out: str, length: int) -> None:
 
 
 def positive(text: str) -> int:
-    """A positive whole number of an argument."""
+    """Return an argument as a positive int. Raises ArgumentTypeError."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a positive whole number, found {text!r}")
     return int(text)
 
 
 def gigabytes(text: str) -> int:
-    """Bytes of an argument in GB of 10^9."""
+    """Return an argument in GB of 10^9 as bytes. Raises ArgumentTypeError."""
     try:
         found = float(text)
     except ValueError:
@@ -234,7 +234,7 @@ def gigabytes(text: str) -> int:
 
 
 def split(text: str) -> list[str]:
-    """``int8,int4(group=16,scale_dtype=float32)`` at the commas outside of parentheses."""
+    """Return the parts of ``int8,int4(group=16,scale_dtype=float32)`` between the commas outside of parentheses."""
     parts, depth = [""], 0
     for letter in text:
         depth += {"(": 1, ")": -1}.get(letter, 0)

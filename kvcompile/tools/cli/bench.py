@@ -1,4 +1,4 @@
-"""``kvcompile bench``: runs a benchmark of the checkout, whose sources stand in ``benchmarks/``, and draws what it measured."""
+"""``kvcompile bench``: runs a benchmark of the checkout, from the folder ``benchmarks/``, and draws its figures."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ FOLDER = Path(kvcompile.__file__).resolve().parent.parent / "benchmarks"
 
 
 def scripts() -> dict[str, Path]:
-    """The benchmarks of this checkout by name, those of extensions too; none where only the package is installed."""
+    """Return this checkout's benchmarks by name, extensions' included; empty if only the package is installed."""
     found = (*FOLDER.glob("*.py"), *FOLDER.glob("extensions/*/*.py"))
     return {path.stem: path for path in sorted(found, key=lambda path: path.stem) if path.stem != "plot"}
 
 
 def names() -> list[str]:
-    """The names of these benchmarks, sorted."""
+    """Return the names of these benchmarks, sorted."""
     return list(scripts())
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """The command's own options; every other one goes to the benchmark."""
+    """Add the command and its own options; all other options are passed to the benchmark."""
     bench = commands.add_parser(
         "bench", help="time kernels, steps and memory against SDPA and stock torch.compile",
         description="Run benchmarks/NAME.py of this checkout.",
@@ -40,7 +40,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run one benchmark; raises NothingToMeasure where there is none of that name or no device for it."""
+    """Run one benchmark and return its exit status. Raises NothingToMeasure if none has that name."""
     if arguments.name not in names():
         raise NothingToMeasure(
             expected=f"a benchmark of this checkout ({', '.join(names()) or 'none: only the package is installed'})", found=arguments.name,

@@ -1,4 +1,4 @@
-"""``kvcompile calibrate``: static scales of a model from text files, and what they clip."""
+"""``kvcompile calibrate``: measures static scales of a model on text files, and the values that they clip."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvcompile.types import Role
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, write the scales, and print what they clip."""
+    """Measure static scales, write them to a file, and print the values that they clip."""
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
     model = resolve(arguments.target, TargetOptions(dtype=dtype, device=arguments.device)).model
     tokens = tokens_of(arguments, model)
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def table(found: Calibration) -> Table:
-    """The largest magnitude, the range and the shares clipped of every layer's keys and values."""
+    """Return a table of every layer's keys and values: largest magnitude, range covered, and share of values clipped."""
     made = Table(
         title="largest magnitude, largest range of a scale, share of values clipped (held out)", title_justify="left", title_style="bold",
         box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False,

@@ -11,7 +11,7 @@ PIPED_WIDTH = 120
 
 
 def console() -> Console:
-    """Plain and wide where the output is not a terminal."""
+    """Return a console: rich on a terminal, ``PIPED_WIDTH`` columns without colour otherwise."""
     if sys.stdout.isatty() or "COLUMNS" in os.environ:
         return Console()
     return Console(width=PIPED_WIDTH)

@@ -1,7 +1,7 @@
-"""Control: how far the logits of an uncompiled model move when what enters its cache is rounded as a scheme rounds it.
+"""Control: measures how far an uncompiled model's logits move when its keys and values are rounded as a scheme rounds them.
 
-A model of random weights may be as sensitive as it likes (a router of experts turns a rounding into another expert), so a
-large error of a scheme proves a wrong rewriting only where the model itself stands the same rounding.
+A model with random weights may amplify any rounding (a router may choose another expert), so a large error under a scheme proves a wrong
+rewrite only if the model itself tolerates the same rounding.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _round_trip(scheme: Scheme, x_BKSD: torch.Tensor, role: Role) -> torch.Tenso
 
 @contextlib.contextmanager
 def rounded(scheme: Scheme) -> Iterator[None]:
-    """Every cache of transformers takes keys and values [B, K, S, D] as a token-wise scheme's codes would give them back."""
+    """Within the context, every transformers cache stores keys and values [B, K, S, D] encoded and decoded by a token-wise scheme."""
     from transformers import Cache
 
     plain = Cache.update

@@ -1,11 +1,11 @@
-"""Dump: one compiled graph as text, at any stage of the pipeline from what Dynamo gave to machine code.
+"""Dump: one compiled graph as text, at any stage of the pipeline from Dynamo's graph to machine code.
 
-captured    the ATen graph before anything is matched
-normalised  what matching understood of each site
-rewritten   the graph after the rewrite, with append and attend
-inductor    Inductor's output module for this machine: C++ on a CPU, Triton on a GPU
-triton      the attend kernel of each distinct site, for a GPU, with or without one
-ptx, sass   that kernel compiled offline for an architecture
+    captured    the ATen graph before matching
+    normalised  the matched sites
+    rewritten   the graph after the rewrite, with append and attend
+    inductor    Inductor's output module for this machine: C++ on a CPU, Triton on a GPU
+    triton      the attend kernel of each distinct site, printed for a GPU, which need not be present
+    ptx, sass   that kernel compiled offline for an architecture
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Stage(enum.Enum):
 
 
 LANGUAGES = {Stage.NORMALISED: "text", Stage.PTX: "gas", Stage.SASS: "text"}
-"""How to highlight a stage; Python where nothing is said."""
+"""Language for highlighting each stage; Python for stages not listed."""
 
 
 class Dump:
-    """The stages of one graph that ``owner`` has seen; ``graph`` None is the last one with a site."""
+    """The stages of one graph compiled by the backend ``owner``; ``graph`` None: the last one with a site."""
 
     def __init__(self, owner: Backend, graph: int | None = None, variant: Variant | None = None) -> None:
         self.record = _choose(owner, graph)
@@ -58,7 +58,7 @@ class Dump:
         self.asked = variant
 
     def text(self, stage: Stage, arch: str = "sm_90") -> str:
-        """The text of one stage; raises NothingToDump where this graph has none."""
+        """Return the text of one stage. Raises NothingToDump if the graph has none, OfflineCompilation for an unknown ``arch``."""
         if arch not in ARCHITECTURES:
             raise OfflineCompilation(expected=f"an architecture among {', '.join(ARCHITECTURES)}", found=arch, todo="pass one of these")
         makers: dict[Stage, Callable[[], str]] = {
@@ -69,7 +69,7 @@ class Dump:
         return makers[stage]()
 
     def captured(self) -> str:
-        """The ATen graph, with types and source lines."""
+        """Return the ATen graph as text, with types and source lines."""
         captured = self._captured()
         inputs = "\n".join(f"#   {entry.node.name}: {_argument(entry.source)}" for entry in captured.inputs)
         return f"# graph {self.index} as captured; its inputs are\n{inputs}\n" + _readable(captured.module)
@@ -79,14 +79,14 @@ class Dump:
         return normal_form(self._plan())
 
     def rewritten(self) -> str:
-        """The rewritten graph of the chosen variant."""
+        """Return the rewritten graph of the chosen variant as text."""
         variant, rewritten = self._rewritten()
         title = f"# graph {self.index} rewritten, attention {kernel_text(rewritten, len(self._plan().sites))}\n"
         others = ", ".join(item.value for item in self._variants() if item is not variant)
         return title + (f"# other variants: {others}\n" if others else "") + _readable(rewritten.module)
 
     def inductor(self) -> str:
-        """Inductor's output module of the chosen variant, made for this machine and not kept."""
+        """Return Inductor's output module of the chosen variant, compiled for this machine and not kept."""
         variant, rewritten = self._rewritten()
         sources = emitted_modules(rewritten.module, self._made().inputs(variant), self._captured().fake_mode)
         if not sources:
@@ -94,7 +94,7 @@ class Dump:
         return "\n".join(sources)
 
     def kernels(self, arch: str) -> list[tuple[SiteKernel | PrefillSite | ChunkedSite, list[str]]]:
-        """The distinct attend kernels of the chosen variant, each with the module paths that it serves."""
+        """Return the distinct attend kernels of the chosen variant, each with the module paths of its sites. Raises NothingToDump."""
         _, rewritten = self._rewritten()
         found: dict[SiteKernel | PrefillSite | ChunkedSite, list[str]] = {}
         for node in attends(rewritten.module):
@@ -107,11 +107,11 @@ class Dump:
         return list(found.items())
 
     def triton(self, arch: str) -> str:
-        """The source of each distinct kernel."""
+        """Return the Triton source of each distinct kernel."""
         return "\n".join(_title("#", kernel, sites, arch) + kernel.source() for kernel, sites in self.kernels(arch))
 
     def compiled(self, arch: str, form: str) -> str:
-        """PTX or SASS of each distinct kernel."""
+        """Return the PTX or SASS of each distinct kernel; ``form``: "ptx" or "sass"."""
         parts = []
         for kernel, sites in self.kernels(arch):
             parts.append(_title("//", kernel, sites, arch))
@@ -133,7 +133,7 @@ class Dump:
         return self.record.captured
 
     def _made(self) -> Variants:
-        """The rewritten graphs."""
+        """Return the rewritten graphs. Raises NothingToDump if no site was rewritten."""
         if self.record.variants is None:
             raise NothingToDump(
                 expected="a graph with a rewritten attention", found=f"graph {self.index} without one",
@@ -148,7 +148,7 @@ class Dump:
         return (Variant.PAST,) if any(kind.extended for kind in kinds) else (Variant.PAST, Variant.FRESH)
 
     def _rewritten(self) -> tuple[Variant, Rewritten]:
-        """The asked variant, else the one that a call needed."""
+        """Return the requested variant, or else the first one that a call compiled, and its rewritten graph. Raises NothingToDump."""
         made, possible = self._made(), self._variants()
         variant = self.asked or next((item for item in possible if item in made), possible[0])
         if variant not in possible:
@@ -157,14 +157,14 @@ class Dump:
                 todo="its cache " + ("starts in this graph, so it is always empty" if Variant.FRESH in possible else "arrives filled"),
             )
         rewritten, _ = made.compiled(variant)
-        # The rewriter gives new nodes no types; printing and choosing kernels both need them.
+        # The rewriter sets no fake values on new nodes; printing and choosing kernels both need them.
         with torch.no_grad():
             FakeTensorProp(rewritten.module, self._captured().fake_mode).propagate_dont_convert_inputs(*made.inputs(variant))
         return variant, rewritten
 
 
 def _choose(owner: Backend, graph: int | None) -> GraphRecord:
-    """The graph that was asked for, else the last one with a site, else the last one that was captured."""
+    """Return the record of graph ``graph``; None: the last one with a site, else the last one captured. Raises NothingToDump."""
     known = {record.report.index: record for record in owner.records}
     if graph is not None and graph not in known:
         among = f"{min(known)}..{max(known)}" if known else "none, since nothing was compiled"
@@ -182,7 +182,7 @@ def _readable(module: torch.fx.GraphModule) -> str:
 
 
 def _argument(source: str) -> str:
-    """``L['self']._modules['norm']._parameters['weight']`` is ``self.norm.weight``."""
+    """Return a Dynamo source such as ``L['self']._modules['norm']._parameters['weight']`` as ``self.norm.weight``."""
     plain = re.sub(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", source)
     return re.sub(r"^L\['(?:kwargs'\]\[')?([^']*)'\]", r"\1", plain)
 

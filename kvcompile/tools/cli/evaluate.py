@@ -3,7 +3,7 @@
     kvcompile eval --quick
     kvcompile eval tinylm --schemes 'smartkv(budget=0.3)' --plot widths.png
     kvcompile eval ./checkpoint --data book.txt --schemes dense,int8,int4 --tasks needle,variable,frequent --lengths 4096,16384 --out run
-    kvcompile eval ./checkpoint --data book.txt --schemes int8,scales.safetensors       # what calibrate or learn wrote
+    kvcompile eval ./checkpoint --data book.txt --schemes int8,scales.safetensors       # a file written by calibrate or learn
     kvcompile eval --read run --beside int4                                             # another comparison of the same run
 """
 
@@ -40,11 +40,11 @@ from kvcompile.tools.evaluation.width_plots import constant
 
 FILE = ".safetensors"
 CHECKPOINT = Effort(lengths=(4096,), tail=64, questions=20, batch=1)
-"""Of a checkpoint with a tokenizer, unless told: a large model's prompts go one by one."""
+"""Default effort for a checkpoint with a tokenizer: prompts run one at a time, as the model may be large."""
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, write after every scheme, print."""
+    """Measure the schemes, save after each one, and print the results."""
     if arguments.plot is not None:
         plots.check(arguments.plot)
     if arguments.out is not None and (arguments.out / "results.json").exists():
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     wanted, effort = labelled(arguments.schemes), effort_of(arguments)
     if base is not None:
-        # Before anything is measured.
+        # Raises for an unknown scheme before anything is measured.
         Results({}, {}, Measured(DENSE), tuple(Measured(label) for _, label in wanted)).named(base)
     if arguments.plot is not None and not any(_adaptive(name) for name, _ in wanted):
         raise BadEvaluation(
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     torch.set_num_threads(arguments.threads)
     subject = subject_of(arguments)
     for name, _ in wanted:
-        # What is wrong with a file is said before anything is measured.
+        # Raises for a bad file before anything is measured.
         scheme_of(name, subject)
     done: dict[str, Measured] = {}
     with Console(stderr=True).status(f"{subject.name}: building questions") as status:
@@ -77,10 +77,10 @@ def run(arguments: argparse.Namespace) -> int:
         results = Results(config(subject, bench, arguments), machine(arguments.device), bench.reference(), ())
         for row in measured(bench, arguments, wanted):
             done[row.scheme] = row
-            # In the order that was asked for, whichever ended first.
+            # In the requested order, not in the order of completion.
             results = dataclasses.replace(results, schemes=tuple(done[label] for _, label in wanted if label in done))
             if arguments.out is not None:
-                # What was measured stays even where the command is stopped.
+                # Saved each time, so that stopping the command keeps the results so far.
                 results.save(arguments.out)
     if arguments.out is not None:
         plots.draw(results, arguments.out)
@@ -89,43 +89,46 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def measured(bench: Bench, arguments: argparse.Namespace, wanted: Sequence[tuple[str, str]]) -> Iterator[Measured]:
-    """Measure (scheme, label) pairs, one after the other in this process or side by side in ``--jobs`` of them."""
+    """Yield the measurements of (scheme, label) pairs: in this process, or in ``--jobs`` concurrent ones, then in order of completion."""
     if arguments.jobs == 1:
         yield from (bench.measure(scheme_of(scheme, bench.subject), label) for scheme, label in wanted)
         return
     plain = argparse.Namespace(**{name: value for name, value in vars(arguments).items() if name != "run"})
-    # Forked processes could not use the GPU that this one has opened.
+    # Forked processes could not use the GPU that this process has initialised.
     with ProcessPoolExecutor(arguments.jobs, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
         for ended in as_completed([pool.submit(_measured_alone, plain, scheme, label) for scheme, label in wanted]):
             yield ended.result()
 
 
 def _measured_alone(arguments: argparse.Namespace, scheme: str, label: str) -> Measured:
-    """Measure one scheme in a process that has nothing else."""
+    """Measure one scheme in a process of its own."""
     torch.set_num_threads(arguments.threads)
     subject = subject_of(arguments)
     return Bench(subject, effort_of(arguments)).measure(scheme_of(scheme, subject), label)
 
 
 def labelled(names: Sequence[str]) -> list[tuple[str, str]]:
-    """(scheme, label) of each name; a file is called as it is written."""
+    """Return (scheme, label) of each name; a file's label is its path as given."""
     return [(name, name) if name.endswith(FILE) else labels([name])[0] for name in names]
 
 
 def _adaptive(name: str) -> bool:
-    """Whether the scheme of a name changes the widths of its tokens; what files hold does not."""
+    """Return whether a name is that of an adaptive scheme; False for files."""
     return not name.endswith(FILE) and isinstance(schemes.parse(name), Adaptive)
 
 
 def scheme_of(name: str, subject: Subject) -> object:
-    """The name of a scheme as it is, or what a file of measured scales or learned tables holds for the subject's model."""
+    """Return a scheme's name unchanged, or the scheme in a file of measured scales or learned tables for the subject's model."""
     if not name.endswith(FILE):
         return name
     return load_tables(name, subject.model) if TABLES.marks(name) else load_scales(name, subject.model)
 
 
 def show(results: Results, arguments: argparse.Namespace, base: str | None) -> None:
-    """Print what was asked for, and draw it into ``--plot``; ``base``: the scheme that the others are compared with."""
+    """Print the requested tables, and draw the pictures of ``--plot``.
+
+    ``base``: label of the scheme to compare the others with; None for no comparison.
+    """
     shown, drawn = console(), None if arguments.plot is None else plots.draw_file(results, arguments.plot)
     other = None if base is None else results.named(base)
     if arguments.json:
@@ -157,7 +160,7 @@ def show(results: Results, arguments: argparse.Namespace, base: str | None) -> N
 
 
 def config(subject: Subject, bench: Bench, arguments: argparse.Namespace) -> dict[str, Any]:
-    """All settings of a run."""
+    """Return all settings of a run, for JSON."""
     effort = dataclasses.asdict(bench.effort)
     names = list(dict.fromkeys(item.task for items in bench.questions.values() for item in items))
     return {
@@ -168,7 +171,7 @@ def config(subject: Subject, bench: Bench, arguments: argparse.Namespace) -> dic
 
 
 def effort_of(arguments: argparse.Namespace) -> Effort:
-    """How much is measured: the defaults of the kind of run, and what was asked for."""
+    """Return the effort: the defaults for the kind of run, with the options given on the command line."""
     kind = QUICK if arguments.quick else Effort() if arguments.target in (None, *SHIPPED) or arguments.bytes else CHECKPOINT
     given = {name: getattr(arguments, name) for name in ("questions", "tail", "batch", "inner", "attention", "keys")}
     asked = {name: value for name, value in given.items() if value is not None}
@@ -193,7 +196,7 @@ def _number(setting: str, text: str, kind: Callable[[str], Any], least: float) -
 
 
 def subject_of(arguments: argparse.Namespace) -> Subject:
-    """tinylm, a model of bytes like it, or a checkpoint with its tokenizer."""
+    """Return the subject: tinylm, another model of bytes, or a checkpoint with its tokenizer."""
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
     shipped = SHIPPED.get(arguments.target or "tinylm")
     if shipped is not None or arguments.bytes:

@@ -1,4 +1,4 @@
-"""``kvcompile explain`` and ``kvcompile dump``: a target is run once under a backend, whose report or graphs are printed."""
+"""``kvcompile explain`` and ``kvcompile dump``: run a target once under a backend and print its report or its graphs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def explain(arguments: argparse.Namespace) -> int:
-    """Print the report of a target."""
+    """Print the report of a target. Returns 1 if ``--strict`` and a site was refused, else 0."""
     report = described(_observed(arguments), arguments.tokens)
     console().print(report)
     return int(arguments.strict and bool(report.refusals))
@@ -47,7 +47,7 @@ def dump(arguments: argparse.Namespace) -> int:
 
 
 def _policy(arguments: argparse.Namespace) -> object:
-    """Parse an argument into what ``backend(scheme=...)`` takes, before a model is built."""
+    """Return the policy of the scheme arguments, checked before a model is built. Raises a SchemeError."""
     pair: object = arguments.scheme
     if arguments.key_scheme or arguments.value_scheme:
         pair = {"k": arguments.key_scheme or arguments.scheme, "v": arguments.value_scheme or arguments.scheme}
@@ -56,7 +56,7 @@ def _policy(arguments: argparse.Namespace) -> object:
 
 
 def _observed(arguments: argparse.Namespace) -> Backend:
-    """The target, run once under a backend that keeps what every stage made."""
+    """Run the target once and return the backend with the records of its graphs. Raises TargetError."""
     policy = _policy(arguments)
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
     options = Options(CacheKind(arguments.cache), arguments.attention, dtype, arguments.device)
@@ -72,7 +72,7 @@ def _run(target: Target, owner: Backend) -> None:
     torch.compiler.reset()
     try:
         with warnings.catch_warnings():
-            # Dynamo's advice about the model's code would stand in the middle of the output.
+            # Dynamo's advice about the model's code would interrupt the output.
             warnings.simplefilter("ignore")
             observe(target.model, target.inputs, owner)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""``kvcompile learn``: tables for a model from text files."""
+"""``kvcompile learn``: learns tables of a scheme for a model from text files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ from kvcompile.tools.cli.targets import Options, resolve
 
 @contextlib.contextmanager
 def joined(device: str) -> Iterator[str]:
-    """The device of this process, which is with the others while ``torchrun`` started it, and leaves them when all have got here."""
+    """Yield this process's device, as a member of the process group if ``torchrun`` started it.
+
+    On exit, wait for all and leave the group.
+    """
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         yield device
         return
@@ -38,13 +41,13 @@ def joined(device: str) -> Iterator[str]:
         return
     torch.distributed.init_process_group("nccl" if device.startswith("cuda") else "gloo")
     yield device
-    # Nobody goes while another is at work: seen once of many runs, a process ended by an abort where nobody had left the group.
+    # Wait for all before leaving: once in many runs a process aborted at exit when no process had left the group.
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Learn, and write the tables."""
+    """Learn the tables and write them to a file."""
     scheme = parse(arguments.scheme)
     if not isinstance(scheme, Beyond):
         raise TargetError(found=arguments.scheme, why=f"only the scheme {Beyond.name!r} has tables to learn")
@@ -61,7 +64,7 @@ def _learn(arguments: argparse.Namespace, scheme: Beyond, settings: LearnSetting
     model = resolve(arguments.target, Options(dtype=dtype, device=device)).model
     tokens = tokens_of(arguments, model)
     training, held_out = split(sequences(documents(arguments.data), tokens, arguments.length), arguments.validation, arguments.seed)
-    # As many for every process: all of them take every step together.
+    # Equally many for each process, since all of them take each step together.
     training = training[: len(training) // processes.count() * processes.count()]
     mine = slice(processes.rank(), None, processes.count())
     found: list[Learned] = []
@@ -81,7 +84,7 @@ def _summary(found: Learned, out: Path) -> str:
 
 
 def tokens_of(arguments: argparse.Namespace, model: Any) -> Tokens:
-    """The target's tokenizer with the prefix that was asked for."""
+    """Return the target's tokenizer with the requested prefix. Raises TargetError."""
     start = getattr(getattr(model, "config", None), "bos_token_id", None)
     if arguments.bytes:
         if arguments.prefix == "chat":

@@ -1,4 +1,4 @@
-"""The command ``kvcompile``: reads its arguments, and imports what runs them when they are right."""
+"""The command ``kvcompile``: parses its arguments, and only then imports the code that runs them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kvcompile.tools.cli.arguments import parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; 0 for success, 1 for refusals under --strict, 2 for errors."""
+    """Run one command and return the exit status: 0 for success, 1 for refusals under --strict, 2 for errors."""
     arguments = parser().parse_args(argv)
     package = logging.getLogger("kvcompile")
     level = package.level
     if level == logging.NOTSET:
-        # What the backend warns of stands in the report.
+        # The report repeats the backend's warnings.
         package.setLevel(logging.ERROR)
     try:
         if getattr(arguments, "device", "") is None:
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         Console(stderr=True).print(f"kvcompile: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 2
     except BrokenPipeError:
-        # The reader has seen enough (`| head`); what is left in the buffer must not raise again at exit.
+        # The reader closed the pipe (`| head`); flushing the rest at exit must not raise again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     finally:

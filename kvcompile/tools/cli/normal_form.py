@@ -1,7 +1,7 @@
-"""The normal form of matched sites as text: what each recogniser understood, with the graph's own node names.
+"""The normal form of matched sites as text: the facts that each matcher read, with the graph's node names.
 
-Read beside the captured graph, it answers where the queries, keys and values come from, how the cache is laid
-out and written, and what the mask means, before anything is rewritten.
+With the captured graph at hand it shows the origin of queries, keys and values, the cache's layout and writes, and the meaning of the mask,
+before anything is rewritten.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ WIDTH = 12
 
 
 def normal_form(plan: Plan) -> str:
-    """All sites of a plan, one paragraph each, and the attentions that were refused."""
+    """Return all sites of a plan as text, one paragraph each, and its refusals."""
     blocks = [_site(item) for item in plan.sites]
     blocks += [f"refused      {short_paths(str(refusal))}" for refusal in plan.refusals]
     return "\n\n".join(blocks) + "\n"
@@ -29,7 +29,7 @@ def _rows(title: str, facts: list[tuple[str, str]]) -> list[str]:
 
 
 def _typed(node: fx.Node, roles: tuple[str, ...]) -> str:
-    """``%name [B, S, H, D] = bfloat16[1, 24, 4, 64]``."""
+    """Return a node as text: ``%node  [B, S, H, D] = bfloat16[1, 24, 4, 64]``."""
     value = value_of(node)
     shape = ", ".join(str(size) for size in value.shape)
     named = ", ".join(role or "1" for role in roles)
@@ -77,7 +77,7 @@ def _slot(part: SlotPlan) -> list[str]:
 
 
 def _places(places: Places) -> str:
-    """A sum of index tensors and running indices, each times its weight."""
+    """Return slot indices as text: a sum of index tensors and running indices, each times its weight."""
     terms = []
     for item in places.picked:
         named = {"T": "t", "N": f"t // {item.every}", "O": f"t % {item.every}", "BT": "b, t", "BN": f"b, t // {item.every}"}
@@ -98,7 +98,7 @@ def _position(position: Position) -> str:
 
 
 def _mask(bounds: Bounds) -> str:
-    """Conjuncts of what query s of row b sees at position t."""
+    """Return the mask as text: the conditions under which query s of row b sees position t."""
     words = [f"t <= {_limit(bounds.hi)}"]
     if bounds.lo is not None:
         words.append(f"t >= {_limit(bounds.lo)}")

@@ -61,11 +61,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _policies(asked: Sequence[str]) -> list[tuple[str, Policy]]:
-    """The schemes to plan with their labels: those asked for, else all with their defaults, named settings and settings with figures."""
+    """Return (label, policy) of the requested schemes, by default all with their defaults, named settings, and settings with figures."""
     known = figures().labels
     own = settings()
     names = list(asked) or [*(kind.name for kind in registered()), *own, *known]
-    # A setting's own name says more than its options, by which figures are found.
+    # Keyed by options, as figures are; labelled by the setting's name if it has one.
     found: dict[str, tuple[str, Policy]] = {}
     for name in names:
         short = short_scheme(parse(name))
@@ -74,7 +74,7 @@ def _policies(asked: Sequence[str]) -> list[tuple[str, Policy]]:
 
 
 def _weights(text: str, model: Model) -> int:
-    """Bytes of weights: in a format, or as many GB as are said."""
+    """Return the bytes of the weights in a format, or for a number of GB. Raises TargetError."""
     try:
         return model.weights.nbytes(WeightFormat(text))
     except ValueError:
@@ -87,7 +87,7 @@ def _weights(text: str, model: Model) -> int:
 
 
 def as_json(model: Model, demand: Demand, options: Sequence[Option], found: Recommendation) -> dict[str, Any]:
-    """Everything in the tables, in bytes."""
+    """Return all numbers of the tables as plain data, sizes in bytes."""
     rows = []
     for item in options:
         stores, batch, tokens = item.stores, demand.batch, demand.context
@@ -113,7 +113,7 @@ def as_json(model: Model, demand: Demand, options: Sequence[Option], found: Reco
 
 
 def tables(model: Model, demand: Demand, options: Sequence[Option], found: Recommendation) -> RenderableType:
-    """The plan for people: one row a scheme, the purposes of the bytes, what stays dense, and the recommendation."""
+    """Return the plan as tables: one row per scheme, bytes by purpose, attentions left dense, and the recommendation."""
     prompt = demand.beside(demand.context) - demand.weights - demand.overhead
     head = Text(f"{model.name}: {len(options[0].stores.stored)} cache slots", style="bold")
     head.append(
@@ -185,7 +185,7 @@ def _advice(found: Recommendation) -> RenderableType:
 
 
 def formulas(options: Sequence[Option]) -> RenderableType:
-    """The bytes of each scheme as formulas, from the same ``Layout.nbytes`` that allocates."""
+    """Return the bytes of each scheme as formulas of ``Layout.nbytes``, which also sizes allocations."""
     lines = Text("bytes, device and host, of B requests of T tokens", style="bold")
     for item in options:
         lines.append(f"\n  {item.label}: ", style="bold").append(str(item.stores.formula), style="not bold")

@@ -1,7 +1,9 @@
-"""Targets of ``kvcompile plan``: a configuration, a checkpoint folder, a model type at its default sizes, a factory. No weights are read.
+"""Targets of ``kvcompile plan``: a configuration, a checkpoint folder, a model type at its default sizes, or a factory.
 
-A transformers model is built on the meta device and given phantoms for weights (``planner.phantom``), so that any size is traced on any
-machine. It is traced with a static cache, which shows sliding windows, latents and layers without a cache as they are.
+No weights are read.
+
+A transformers model is built on the meta device with phantom weights (``planner.phantom``), so that a model of any size is traced on any
+machine. It is traced with a static cache, which shows sliding windows, latents and layers without a cache.
 """
 
 from __future__ import annotations
@@ -18,11 +20,11 @@ from kvcompile.tools.planner.model import Model, traced
 from kvcompile.tools.planner.phantom import hollow
 
 ODD = 7
-"""Places that a traced static cache has beyond all lengths asked for: its capacity is then no other size of the model."""
+"""Tokens added to the capacity of a traced static cache, so that it equals no other size of the model."""
 
 
 def model_of(text: str, context: int, prompt: int, dtype: torch.dtype | None) -> Model:
-    """Trace the model that ``text`` names for prompts of ``prompt`` tokens in ``context``; raises TargetError or NotPlanned."""
+    """Return the traced model that ``text`` names, for a prompt of ``prompt`` tokens in ``context``. Raises TargetError or NotPlanned."""
     if text.rpartition(":")[0].endswith(".py"):
         target = resolve(text, Options(dtype=dtype))
         with torch.no_grad():
@@ -31,7 +33,7 @@ def model_of(text: str, context: int, prompt: int, dtype: torch.dtype | None) ->
 
 
 def _configuration(text: str) -> Any:
-    """The transformers configuration that a path or ``hf:TYPE`` names."""
+    """Return the transformers configuration for a path or ``hf:TYPE``. Raises TargetError."""
     require_transformers(text)
     from transformers import CONFIG_MAPPING
 
@@ -48,7 +50,7 @@ def _configuration(text: str) -> Any:
         kind = settings.get("model_type", "")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise TargetError(found=text, why=f"transformers has no model type {kind!r}; plan for a factory, file.py:factory, instead")
-    # Weights as a checkpoint stores them are not built; --weights says how they are stored.
+    # The model is built without weight quantization; --weights says how its weights are stored.
     settings.pop("quantization_config", None)
     try:
         with quiet():
@@ -58,7 +60,7 @@ def _configuration(text: str) -> Any:
 
 
 def _hollow(text: str, config: Any, context: int, prompt: int, dtype: torch.dtype | None) -> Model:
-    """Build a model of a configuration without weights, and trace it."""
+    """Return a model built from a configuration without weights, traced. Raises TargetError."""
     from transformers import AutoModelForCausalLM, StaticCache
 
     longest = getattr(config, "max_position_embeddings", None)

@@ -1,4 +1,4 @@
-"""The table of schemes: what each is, its options, and what it costs for a given shape, from the registry alone."""
+"""``kvcompile schemes``: a table of the registered schemes with their options and their bytes for a given shape."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from kvcompile.types import Role, SlotSpec, pages_for
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the table."""
+    """Print the table of schemes."""
     dtype = getattr(torch, arguments.dtype)
     console().print(scheme_table(arguments.heads, arguments.head_dim, arguments.layers, dtype, arguments.tokens))
     return 0
 
 
 def scheme_table(heads: int, head_dim: int, layers: int, dtype: torch.dtype, tokens: int) -> RenderableType:
-    """One row a scheme with its default options; bytes of keys and values over all layers, batch 1."""
+    """Return a table with one row per scheme at its defaults: bytes of keys and values over all layers, for batch 1."""
     name = str(dtype).removeprefix("torch.")
     table = Table(
         title=f"KV cache of {layers} layers, {heads} kv heads of {head_dim}, {name}, batch 1; scales included", title_justify="left",
@@ -47,7 +47,10 @@ def scheme_table(heads: int, head_dim: int, layers: int, dtype: torch.dtype, tok
 
 
 def _costs(scheme: Scheme, heads: int, head_dim: int, layers: int, dtype: torch.dtype, tokens: int) -> tuple[str, str, str, str]:
-    """Bits a value, bytes a token, bytes of ``tokens`` in whole pages, share of the dense cache; the budget of a scheme that has one."""
+    """Return bits per value, bytes per token, bytes of ``tokens`` in whole pages, and the share of a dense cache, as text.
+
+    For an adaptive scheme the numbers are those of its budget.
+    """
     slots = [SlotSpec(heads, head_dim, dtype, role) for role in Role]
     try:
         for slot in slots:
@@ -65,7 +68,7 @@ def _costs(scheme: Scheme, heads: int, head_dim: int, layers: int, dtype: torch.
 
 
 def _summary(kind: type[Scheme]) -> str:
-    """The first line of the class's docstring."""
+    """Return the first line of the class's docstring."""
     return (inspect.getdoc(kind) or "").partition("\n")[0].rstrip(".")
 
 

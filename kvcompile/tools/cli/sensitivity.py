@@ -1,4 +1,4 @@
-"""``kvcompile sensitivity``: how much each layer's keys and values lose to a scheme, measured; and a policy fitted to a budget of bytes.
+"""``kvcompile sensitivity``: measures how much each layer's keys and values lose under a scheme, and fits a policy to a budget of bytes.
 
     kvcompile sensitivity -o tinylm.json
     kvcompile sensitivity ./checkpoint --text some.txt --schemes 'int8,int4,kivi(bits=4)' -o checkpoint.json --memory 2 --fit-context 32768
@@ -33,7 +33,7 @@ from kvcompile.tools.planner.sensitivity import Layer, Sensitivity, Trial, layer
 
 @dataclass(frozen=True)
 class Subject:
-    """A model with tokens to decode."""
+    """A model, its layers, and the tokens to decode."""
 
     name: str
     trial: Trial
@@ -41,7 +41,7 @@ class Subject:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, write, print, and fit where it is asked for."""
+    """Measure (or read) the damages, write and print them, and fit a policy if a memory budget is given."""
     names = [short_scheme(parse(item)) for item in arguments.schemes]
     known = None if arguments.read is None else Sensitivity.load(arguments.read)
     subject = _tinylm(arguments) if arguments.target is None else _checkpoint(arguments)
@@ -72,13 +72,13 @@ def _measured(subject: Subject, names: list[str]) -> Sensitivity:
 
 
 def _tinylm(arguments: argparse.Namespace) -> Subject:
-    """tinylm with its held-out text; a prompt has one start token more."""
+    """Return tinylm with its held-out text; its prompts have one more token, the start token."""
     found = tinylm(arguments.device)
     return _subject("tinylm", found.model, found.texts(arguments.context, arguments.steps, arguments.rows), arguments.context + 1)
 
 
 def _checkpoint(arguments: argparse.Namespace) -> Subject:
-    """A checkpoint with equally long pieces of a text, as far apart as they can be."""
+    """Return a checkpoint with equally long pieces of a text, spread over it evenly. Raises TargetError."""
     target = resolve(arguments.target, Options(device=arguments.device))
     if not Path(arguments.target).is_dir() or arguments.text is None:
         why = "sensitivity needs a checkpoint folder, and --text FILE: what random weights or tokens lose says nothing"
@@ -108,7 +108,7 @@ def _subject(name: str, model: Any, ids: torch.Tensor, prompt: int) -> Subject:
 
 
 def table(known: Sensitivity) -> Table:
-    """KL of every scheme in every half of every layer, and sums over layers."""
+    """Return a table of the KL of every scheme in each layer's keys and values, with sums over layers."""
     schemes = list(dict.fromkeys(item.scheme for item in known.damages))
     halves = list(dict.fromkeys(half for layer in known.layers for half in layer.halves))
     made = Table(
@@ -131,7 +131,7 @@ def table(known: Sensitivity) -> Table:
 
 
 def fit_text(found: Fitted, kl: float, tokens: int, batch: int) -> Text:
-    """A fitted policy, its bytes, the damage that its parts add up to and the one that was measured."""
+    """Return a fitted policy as text: its bytes, the sum of its parts' damages, and the measured damage."""
     sums = f"KL {found.damage:.2e} by the sum, {kl:.2e} measured"
     text = Text(f"{found.nbytes:,} bytes for {batch} x {tokens:,} tokens; {sums}", style="bold")
     for path, pair in found.policy.pairs:

@@ -1,8 +1,7 @@
-"""Shrink: a tiny configuration of any transformers model type, without the network and without a list of models.
+"""Shrink: makes a tiny configuration of any transformers model type, without the network and without a list of models.
 
-The default configuration of the type is built again with small sizes under whatever names it uses for them;
-what a size is called differs between families, what it means does not. Lists with one entry a layer (layer
-types, windows) keep one layer of every kind, so that a model with sliding and full layers shows both.
+The type's default configuration is built again with small sizes. Families name a size differently but mean the same. Lists with one entry
+per layer (layer types, windows) keep one layer of every kind, so that a model with sliding and full layers shows both.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ STACK_COUNTS = ("encoder_layers", "decoder_layers", "num_encoder_layers", "num_d
 
 
 def _known(config: Any) -> dict[str, Any]:
-    """Every setting of a configuration; where reading one raises (it differs between layers), as it was written down."""
+    """Return every setting of a configuration; the stored value if reading the attribute raises, as for values that differ by layer."""
     known = {}
     for name, value in config.to_dict().items():
         try:
@@ -45,7 +44,7 @@ def _known(config: Any) -> dict[str, Any]:
 
 
 def _chosen_layers(lists: Mapping[str, list[Any]], count: int, wanted: int, twice: bool) -> list[int]:
-    """Indices of the layers to keep: the first of every kind (``twice``: the last too), then others in order up to ``wanted``."""
+    """Return the indices of layers to keep: the first of every kind (``twice``: and the last), then others in order up to ``wanted``."""
     first: dict[tuple[str, ...], int] = {}
     last: dict[tuple[str, ...], int] = {}
     for index in range(count):
@@ -57,13 +56,13 @@ def _chosen_layers(lists: Mapping[str, list[Any]], count: int, wanted: int, twic
 
 
 def small_sizes(config: Any, layers: int = LAYERS) -> dict[str, Any]:
-    """Return the options to build the configuration's class with, to get a tiny model of the same structure."""
+    """Return the options with which the configuration's class makes a tiny model of the same structure."""
     known = _known(config)
     small: dict[str, Any] = {
         name: size for name, size in SIZES.items()
         if name.endswith("_token_id") or (known.get(name) is not None and not isinstance(known[name], (bool, list, dict)))
     }
-    # What some classes leave open in their defaults, and then stumble over.
+    # Some classes leave these None by default and then fail on them.
     small |= {name: size for name, size in (("head_dim", 64), ("num_key_value_heads", 4)) if name in known and known[name] is None}
     if "kv_lora_rank" in known:
         # Latent attention expands to as many kv heads as query heads, and derives its head dim.
@@ -76,12 +75,12 @@ def small_sizes(config: Any, layers: int = LAYERS) -> dict[str, Any]:
     if count_name is None:
         return small
     count = known[count_name]
-    # A list of as many different entries is no list of kinds; its class derives it again.
+    # A list with more distinct entries is no list of kinds; the class derives it again.
     lists = {
         name: value for name, value in known.items()
         if isinstance(value, list) and count > layers and len(value) == count and len({str(item) for item in value}) <= MOST_KINDS
     }
-    # The last layers may read what earlier ones of their kind stored.
+    # The last layers may read keys and values that earlier layers of their kind stored.
     sharing = bool(known.get("num_kv_shared_layers"))
     kept = _chosen_layers(lists, count, layers, twice=sharing)
     small[count_name] = len(kept)
@@ -92,12 +91,12 @@ def small_sizes(config: Any, layers: int = LAYERS) -> dict[str, Any]:
 
 
 def tiny_config(config: Any, layers: int = LAYERS, settled: Mapping[str, Any] | None = None) -> Any:
-    """A tiny configuration of the same class as ``config``, with some values ``settled``; raises whatever that class raises."""
+    """Return a tiny configuration of the class of ``config``, with the values of ``settled`` fixed. Raises that class's exceptions."""
     small = small_sizes(config, layers) | dict(settled or {})
     try:
         return type(config)(**small)
     except Exception as error:
-        # A class may tie its sizes to each other: one of them stays as the class wants it.
+        # A class may constrain its sizes: leave one of them at the class's default.
         log.debug("%s does not take all the small sizes: %s", type(config).__name__, error)
         for name in sorted(SIZES.keys() & small.keys()):
             with contextlib.suppress(Exception):

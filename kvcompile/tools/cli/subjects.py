@@ -18,15 +18,18 @@ from kvcompile.tools.evaluation.tasks import BYTES
 
 TINYLM = Path(__file__).resolve().parents[3] / "examples" / "tinylm"
 SHIPPED = {"tinylm": TINYLM, "tinylm-16k": TINYLM.with_name("tinylm_16k")}
-"""Models of bytes that the repository has, by the names that commands take."""
+"""Byte-level models in the repository, by the names that commands take."""
 TRAINED = ("needle", "multikey", "variable")
-"""Tasks that both answer: one line among filler, one of many lines, a chain of assignments to follow."""
+"""Tasks that both models were trained on: one line among filler, one of many lines, a chain of assignments."""
 
 
 def tinylm(
     device: str = "cpu", dtype: torch.dtype | None = None, folder: Path = TINYLM, data: Sequence[Path] = ()
 ) -> Subject:
-    """tinylm, or a model of bytes like it in another folder; its text is the held-out one unless ``data`` names files."""
+    """Return tinylm, or another byte-level model in ``folder``, with its held-out text or that of the files ``data``.
+
+    Raises TargetError.
+    """
     if not (TINYLM / "codec.py").is_file():
         raise TargetError(found=str(TINYLM), why="it is not tinylm's folder; eval of tinylm runs from a clone of the repository")
     if str(TINYLM.parent) not in sys.path:
@@ -43,7 +46,7 @@ def tinylm(
 
 
 def checkpoint(path: str, data: Sequence[Path], device: str = "cpu", dtype: torch.dtype | None = None) -> Subject:
-    """A checkpoint folder with its tokenizer; ``data``: text files, which prompts are made of. Raises TargetError."""
+    """Return a checkpoint folder with its tokenizer and the text files ``data`` for prompts. Raises TargetError."""
     target = resolve(path, Options(dtype=dtype, device=device))
     if not Path(path).is_dir():
         raise TargetError(found=path, why="eval needs a checkpoint folder with a tokenizer: random weights answer nothing")
@@ -69,7 +72,7 @@ def checkpoint(path: str, data: Sequence[Path], device: str = "cpu", dtype: torc
 
 
 def joined(data: Sequence[Path]) -> str:
-    """The texts of files, one behind the other; raises BadEvaluation where one cannot be read."""
+    """Return the texts of files as one string. Raises BadEvaluation if one cannot be read."""
     try:
         return "\n\n".join(documents(data))
     except BadBatch as error:
@@ -77,7 +80,7 @@ def joined(data: Sequence[Path]) -> str:
 
 
 def tokenizer_of(path: str) -> Any:
-    """The tokenizer of a checkpoint folder; raises TargetError."""
+    """Return the tokenizer of a checkpoint folder. Raises TargetError."""
     from transformers import AutoTokenizer
 
     try:
@@ -89,6 +92,6 @@ def tokenizer_of(path: str) -> Any:
 
 
 def longest(model: Any) -> int | None:
-    """The positions that a model's configuration names."""
+    """Return the number of positions that a model's configuration states, or None."""
     found = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     return found if isinstance(found, int) and found > 0 else None

@@ -1,7 +1,7 @@
-"""Survey: many architectures, each tried in a process of its own, so that none can end or slow the others' run.
+"""Survey: tries many architectures, each in a process of its own, so that a crash or a hang in one does not stop the others.
 
-Processes are forked from a server that has imported the libraries once. A process sends its cases as they are
-done; one that crashes or outlasts its time loses only the cases that it had not sent.
+Processes are forked from a server that has imported the libraries once. A process sends each case when it is done; one that crashes or
+exceeds its time loses only the cases that it had not sent.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from kvcompile.tools.cli.trial import Case, Outcome, Settings, cases
 
 @dataclass(frozen=True)
 class Survey:
-    """The cases of a survey: architectures by name, kinds of cache, attentions, and how each case is run."""
+    """The cases to try: architectures by name, kinds of cache, attention implementations; and how each case is run.
+
+    ``timeout``: seconds.
+    """
 
     architectures: tuple[str, ...]
     caches: tuple[str, ...]
@@ -34,7 +37,7 @@ class Survey:
 
 @dataclass
 class _Job:
-    """One architecture in a process: what it has sent so far."""
+    """One architecture's process and the cases that it has sent so far."""
 
     name: str
     process: Any
@@ -44,7 +47,7 @@ class _Job:
 
 
 def read_cases(path: Path) -> list[Case]:
-    """Read the cases that an earlier survey wrote as JSON; raises FileUnfit."""
+    """Return the cases that an earlier survey wrote as JSON. Raises FileUnfit."""
     found: list[Case] = read_json(path, list[Case])
     return found
 
@@ -52,7 +55,7 @@ def read_cases(path: Path) -> list[Case]:
 def untried(
     architectures: Sequence[str], caches: Sequence[str], attentions: Sequence[str], done: Sequence[Case]
 ) -> tuple[str, ...]:
-    """The architectures of which not every case is among those that are ``done``."""
+    """Return the architectures with at least one case that is not in ``done``."""
     tried = {(case.architecture, case.cache, case.attention) for case in done}
     return tuple(
         name for name in architectures if any((name, cache, attention) not in tried for cache in caches for attention in attentions)
@@ -60,11 +63,11 @@ def untried(
 
 
 def _work(pipe: Any, name: str, caches: Sequence[str], attentions: Sequence[str], settings: Settings) -> None:
-    """Runs in the process of one architecture."""
+    """Run all cases of one architecture and send each through ``pipe``; the body of its process."""
     import torch
 
     torch.set_num_threads(1)
-    # What the backend and Dynamo warn of stands in the cases.
+    # The cases already contain the backend's and Dynamo's warnings.
     logging.getLogger("kvcompile").setLevel(logging.ERROR)
     logging.getLogger("torch").setLevel(logging.CRITICAL)
     for case in cases(name, caches, attentions, settings):
@@ -81,7 +84,7 @@ def _context() -> Any:
 
 
 def conduct(survey: Survey, started: Callable[[str], None] = lambda name: None) -> Iterator[list[Case]]:
-    """The cases of each architecture as it is done; ``started`` is told its name before."""
+    """Yield the cases of each architecture when it is done; ``started`` is called with its name before."""
     context, waiting, running = _context(), deque(survey.architectures), list[_Job]()
     while waiting or running:
         while waiting and len(running) < max(1, survey.jobs):
@@ -105,7 +108,7 @@ def _start(context: Any, name: str, survey: Survey) -> _Job:
 
 
 def _collect(job: _Job) -> bool:
-    """Take what the process has sent; whether it is done."""
+    """Receive the cases that the process has sent; return whether it is done."""
     try:
         while job.pipe.poll():
             job.done.append(job.pipe.recv())
@@ -115,7 +118,7 @@ def _collect(job: _Job) -> bool:
 
 
 def _closed(job: _Job, survey: Survey, finished: bool) -> list[Case]:
-    """End a job's process; its cases, with one that failed for each that it did not send."""
+    """End a job's process and return its cases, with a failed case for each that it did not send."""
     job.process.join(timeout=10.0 if finished else 0.0)
     if job.process.is_alive():
         job.process.kill()

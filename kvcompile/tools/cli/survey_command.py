@@ -1,4 +1,4 @@
-"""``kvcompile survey``: architectures of transformers are tried one by one, and what was found is printed and written."""
+"""``kvcompile survey``: tries architectures of transformers one by one, and prints and writes the outcomes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvcompile.tools.cli.trial import Settings
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Try what is asked for and was not tried yet, and print the table."""
+    """Try the requested architectures that are not known yet, and print the table."""
     known = names()
     strange = sorted(set(arguments.archs) - set(known))
     if strange:
@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
             done += cases
             progress.advance(task)
             if arguments.json is not None:
-                # After each architecture: what was measured stays even where the command is stopped.
+                # Written after each architecture, so that stopping the command keeps the results so far.
                 arguments.json.write_text(json.dumps([case.plain() for case in done], indent=1) + "\n")
     console().print(survey_table(done))
     if arguments.csv is not None:

@@ -1,4 +1,4 @@
-"""The survey as tables: one row an architecture for the terminal, and the same as CSV."""
+"""The survey as a table with one row per architecture: for the terminal, and as CSV."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ WORST = (
     Outcome.WRONG, Outcome.FAILED, Outcome.REFUSED, Outcome.PARTLY, Outcome.RECOMPILES, Outcome.REWRITTEN, Outcome.NOT_CAPTURED,
     Outcome.NO_CACHE, Outcome.NOT_RUN,
 )
-"""An architecture is what its worst case is; a case that says nothing about this backend counts only where all do."""
+"""Outcomes, worst first: an architecture has the worst outcome of its cases. Outcomes that say nothing about this backend come last."""
 FIELDS = ("architecture", "outcome", "sites", "dense", "scheme", "graphs", "stock", "why")
-"""Columns of the CSV: the largest differences of logits under dense and under the scheme, graphs of this backend and of stock."""
+"""Columns of the CSV; ``dense`` and ``scheme``: largest differences of logits; ``graphs`` and ``stock``: graphs of this backend and of
+stock."""
 STYLES = {Outcome.WRONG: "bold red", Outcome.FAILED: "red", Outcome.REFUSED: "yellow", Outcome.PARTLY: "yellow", Outcome.REWRITTEN: "green"}
 
 
 def by_architecture(cases: Iterable[Case]) -> dict[str, list[Case]]:
-    """The cases of each architecture, in order."""
+    """Return the cases grouped by architecture, in order."""
     found: dict[str, list[Case]] = defaultdict(list)
     for case in cases:
         found[case.architecture].append(case)
@@ -36,18 +37,18 @@ def by_architecture(cases: Iterable[Case]) -> dict[str, list[Case]]:
 
 
 def verdict(cases: Sequence[Case]) -> Outcome:
-    """The outcome of an architecture."""
+    """Return the worst outcome of one architecture's cases."""
     outcomes = {Outcome(case.outcome) for case in cases}
     return next(outcome for outcome in WORST if outcome in outcomes)
 
 
 def tally(cases: Iterable[Case]) -> Counter[Outcome]:
-    """How many architectures have each outcome."""
+    """Return the number of architectures with each outcome."""
     return Counter(verdict(items) for items in by_architecture(cases).values())
 
 
 def survey_table(cases: Sequence[Case]) -> RenderableType:
-    """Everything, for the terminal."""
+    """Return the table and its summary, for the terminal."""
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
     for name, right in (("architecture", False), ("outcome", False), ("sites", True), ("dense", True), ("scheme", True), ("graphs", True)):
         table.add_column(name, justify="right" if right else "left", overflow="fold")
@@ -63,12 +64,12 @@ def survey_table(cases: Sequence[Case]) -> RenderableType:
 
 
 def summary(cases: Sequence[Case]) -> str:
-    """How many of the architectures that count are rewritten at every site."""
+    """Return the sentence of ``in_words`` for some cases."""
     return in_words(tally(cases))
 
 
 def in_words(counts: Mapping[Outcome, int]) -> str:
-    """Say how many architectures that count are rewritten at every site, from the number of each outcome."""
+    """Return a sentence: how many of the architectures that apply are rewritten at every site, from the number of each outcome."""
     inside = {outcome: count for outcome, count in counts.items() if not outcome.outside}
     total, whole = sum(inside.values()), inside.get(Outcome.REWRITTEN, 0)
     share = f" ({whole / total:.1%})" if total else ""
@@ -80,7 +81,7 @@ def in_words(counts: Mapping[Outcome, int]) -> str:
 
 
 def _reasons(cases: Sequence[Case]) -> list[str]:
-    """Why, each reason once with the cases that have it."""
+    """Return the reasons of refusals and failures, each once with the cases that have it."""
     where: dict[str, list[str]] = defaultdict(list)
     for case in cases:
         outcome = Outcome(case.outcome)
@@ -102,7 +103,7 @@ def _worst(errors: Iterable[float | None]) -> str:
 
 
 def _most_graphs(cases: Sequence[Case]) -> tuple[int, int]:
-    """Graphs of the case that compiled most, by this backend and by stock; zeros where none did."""
+    """Return (graphs of this backend, graphs of stock) of the case that compiled most; (0, 0) if none compiled."""
     return max(((case.graphs, case.stock_graphs) for case in cases if case.graphs), default=(0, 0))
 
 
@@ -112,7 +113,7 @@ def _graphs(cases: Sequence[Case]) -> str:
 
 
 def as_csv(cases: Sequence[Case]) -> str:
-    """The table as CSV, one row an architecture, by name."""
+    """Return the table as CSV, one row per architecture, sorted by name."""
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
     table.writerow(FIELDS)
@@ -125,7 +126,7 @@ def as_csv(cases: Sequence[Case]) -> str:
 
 
 def about(survey: Survey) -> str:
-    """How a table was made: versions, models, and what its columns are; stands above the counts of a page."""
+    """Return a paragraph for a page of the survey: versions, models, and the meaning of the columns."""
     import transformers
 
     settings = survey.settings

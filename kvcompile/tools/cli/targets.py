@@ -1,10 +1,10 @@
-"""Targets: what the command line is pointed at, resolved to a module and the inputs of its first call.
+"""Targets: the models that commands take, resolved to a module and the inputs of its first call.
 
     hf:llama            a tiny, randomly initialized model of any transformers type, built without the network
     ./my-checkpoint     a local folder that AutoModelForCausalLM can load
     file.py:factory     a function that returns a module, or (module, inputs)
 
-The only module of the package that imports transformers, and only when such a target is asked for.
+transformers is imported only when such a target is used.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CAPACITY = 64
 
 
 class CacheKind(enum.Enum):
-    """Which transformers cache the model is called with."""
+    """The transformers cache that the model is called with."""
 
     DYNAMIC = "dynamic"
     STATIC = "static"
@@ -42,8 +42,8 @@ class CacheKind(enum.Enum):
 class Options:
     """How a target is built.
 
-    ``attention`` None is what transformers would choose; ``dtype`` None keeps a checkpoint's own and makes new
-    models bfloat16.
+    ``attention``: implementation in transformers; None for its default.
+    ``dtype``: None keeps a checkpoint's own and makes new models bfloat16.
     """
 
     cache: CacheKind = CacheKind.DYNAMIC
@@ -62,7 +62,7 @@ class Target:
 
 
 def resolve(text: str, options: Options) -> Target:
-    """The target that ``text`` names; raises TargetError with a sentence."""
+    """Return the target that ``text`` names. Raises TargetError."""
     if text.startswith("hf:"):
         return _tiny(text, options)
     path, colon, factory = text.rpartition(":")
@@ -77,7 +77,7 @@ def resolve(text: str, options: Options) -> Target:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without progress bars and advice about checkpoints, which would stand in the middle of a report."""
+    """Within the context, suppress transformers' progress bars and warnings, which would interrupt a report."""
     from transformers.utils import logging as hub
 
     hub.disable_progress_bar()
@@ -93,7 +93,7 @@ def quiet() -> Iterator[None]:
 
 
 def require_transformers(text: str) -> None:
-    """Raise TargetError where transformers is not installed."""
+    """Raise TargetError unless transformers is installed."""
     if importlib.util.find_spec("transformers") is None:
         raise TargetError(found=text, why="this kind of target needs transformers: pip install 'kvcompile[hf]'")
 
@@ -135,7 +135,7 @@ def _checkpoint(text: str, options: Options) -> Target:
 
 
 def _language_model(text: str, model: Any, options: Options) -> Target:
-    """A transformers model with a prompt of random tokens and, where asked for, a static cache."""
+    """Return a transformers model as a target with a prompt of random tokens and, if requested, a static cache."""
     model = model.eval().to(options.device)
     vocab = model.config.get_text_config(decoder=True).vocab_size
     generator = torch.Generator().manual_seed(0)
@@ -147,7 +147,7 @@ def _language_model(text: str, model: Any, options: Options) -> Target:
 
 
 def static_cache(model: Any, capacity: int) -> Any:
-    """An empty transformers StaticCache of ``capacity`` tokens for ``model``."""
+    """Return an empty transformers StaticCache of ``capacity`` tokens for ``model``."""
     from transformers import StaticCache
 
     return StaticCache(config=model.config, max_cache_len=capacity)
@@ -178,7 +178,7 @@ def _function(text: str, path: Path, name: str) -> Callable[[], Any]:
     if spec is None or spec.loader is None:
         raise TargetError(found=text, why=f"{path} cannot be imported")
     module = importlib.util.module_from_spec(spec)
-    # Imports beside the file work as they do when it is run.
+    # Lets the file import its neighbours, as it could if it were run.
     sys.path.insert(0, str(path.resolve().parent))
     try:
         spec.loader.exec_module(module)

@@ -1,7 +1,7 @@
-"""Trial: one architecture, one kind of cache, one attention: prefill and decode beside the uncompiled model, and what came of it.
+"""Trial: runs one architecture with one kind of cache and one attention, compiled and uncompiled, and compares the logits.
 
-Three runs over the same tokens: uncompiled, stock ``torch.compile`` (which says what can be captured and how often
-it compiles), and this backend. Values in, values out: what is printed is made in ``survey_table``.
+Three runs over the same tokens: uncompiled, stock ``torch.compile`` (to know what can be captured and how often it compiles), and this
+backend. ``survey_table`` prints the results.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from kvcompile.tools.cli.control import rounded
 log = logging.getLogger(__name__)
 
 PADS = (4, 0, 1)
-"""Left padding of the rows where there are three."""
+"""Left padding of row i, modulo three, in a batch of several rows."""
 SETTLED = 8
-"""Steps at the end in which nothing may be compiled that stock does not compile."""
+"""Last steps of a run, in which this backend may compile nothing that stock does not."""
 DENSE_BOUND = 5e-5
-"""Largest difference of logits, as a share of the largest logit, that is rounding: float32 sums in another order."""
+"""Largest difference of logits, relative to the largest logit, that counts as rounding: float32 sums in another order."""
 GRAPHS = 64
 
 
 class Outcome(enum.Enum):
-    """The result of one case."""
+    """The outcome of one case."""
 
     REWRITTEN = "rewritten at every site"
     PARTLY = "some sites refused"
@@ -51,13 +51,13 @@ class Outcome(enum.Enum):
 
     @property
     def outside(self) -> bool:
-        """Whether the case says nothing about this backend."""
+        """Whether the outcome says nothing about this backend."""
         return self in {Outcome.NO_CACHE, Outcome.NOT_CAPTURED, Outcome.NOT_RUN}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How every case is run: batch rows, prompt, steps, the scheme beside ``dense`` and the error allowed to it."""
+    """How every case is run: batch sizes, prompt length, steps, layers; the scheme tried after ``dense`` and its error limit ``bound``."""
 
     scheme: str = "int8"
     rows: tuple[int, ...] = (1, 3)
@@ -70,7 +70,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the survey."""
+    """One case of the survey, and one row of its JSON."""
 
     architecture: str
     cache: str
@@ -90,24 +90,24 @@ class Case:
     idioms: tuple[str, ...] = ()
 
     def plain(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the case as plain data, for JSON."""
         return asdict(self)
 
 
 class _NoCache(Exception):
-    """Raised where a model keeps no keys and values between its calls."""
+    """Raised if a model returns no cache of keys and values."""
 
 
 @dataclass
 class Run:
-    """Logits of the last position of every call, and how often each call compiled."""
+    """Logits of the last position of every call, and the number of graphs that each call compiled."""
 
     logits: list[torch.Tensor] = field(default_factory=list)
     compiled: list[int] = field(default_factory=list)
 
 
 def cases(name: str, caches: Sequence[str], attentions: Sequence[str], settings: Settings) -> Iterator[Case]:
-    """Every case of one architecture; an exception of one is that case's outcome."""
+    """Yield every case of one architecture; an exception becomes the outcome of its case."""
     for attention in attentions:
         try:
             with _quiet():
@@ -172,7 +172,7 @@ def _at_batch(subject: Subject, case: Case, rows: int, settings: Settings) -> Ca
 
 
 def _sensitivity(subject: Subject, case: Case, rows: int, settings: Settings, plain: Run) -> float:
-    """How far the model's own logits move under the scheme's rounding; 0 where nothing says."""
+    """Return how far the uncompiled model's logits move under the scheme's rounding; 0 if the scheme is not token-wise."""
     scheme = schemes.parse(settings.scheme)
     if not scheme.by_token:
         return 0.0
@@ -186,7 +186,7 @@ def _judged(case: Case, subject: Subject, rows: int, plain: Run, stock: Run, den
     if not off <= DENSE_BOUND:
         return replace(case, outcome=Outcome.WRONG.value, detail=f"logits off by {off:.1e} with dense")
     if settings.compare_stock and _more(dense, stock):
-        # Stock goes on to lower its graphs, and what is decided there is guarded too.
+        # A stock run that also lowers its graphs has more guards, hence more recompilations: compare with that before judging.
         stock = _stock(subject, case.cache, rows, settings, lowered=True)
         case = replace(case, stock_graphs=max(case.stock_graphs, sum(stock.compiled)))
         if _more(dense, stock):
@@ -200,12 +200,12 @@ def _judged(case: Case, subject: Subject, rows: int, plain: Run, stock: Run, den
 
 
 def _more(ours: Run, stock: Run) -> bool:
-    """Whether this backend compiles in settled steps where stock does not, or more than twice as often in all."""
+    """Return whether this backend compiles in the last steps where stock does not, or more than twice as often overall."""
     return sum(ours.compiled[-SETTLED:]) > sum(stock.compiled[-SETTLED:]) or sum(ours.compiled) > 2 * sum(stock.compiled)
 
 
 def _noted(case: Case, owner: Backend) -> Case:
-    """The case with the sites and refusals of a backend's graphs, each refusal once."""
+    """Return the case with the sites and refusals of a backend's graphs, each refusal once."""
     graphs = owner.graphs
     refusals = [refusal for graph in graphs for refusal in graph.refusals]
     unique = {(refusal.path, refusal.reason): refusal for refusal in refusals}
@@ -232,7 +232,7 @@ def _plain(refusal: Refusal) -> dict[str, str]:
 
 @torch.no_grad()
 def run(subject: Subject, call: Callable[..., Any], cache: str, rows: int, settings: Settings, compiled: Callable[[], int]) -> Run:
-    """Prefill and decode; ``compiled`` tells how many graphs there are so far."""
+    """Run prefill and decode steps with ``call``; ``compiled`` returns the number of graphs so far. Raises _NoCache."""
     total = settings.prompt + settings.steps
     generator = torch.Generator().manual_seed(7)
     words = torch.randint(3, subject.vocabulary, (rows, total), generator=generator, device="cpu")
@@ -257,7 +257,7 @@ def run(subject: Subject, call: Callable[..., Any], cache: str, rows: int, setti
 
 
 def _stock(subject: Subject, cache: str, rows: int, settings: Settings, lowered: bool = False) -> Run:
-    """Run the case under stock ``torch.compile``; ``lowered``: down to Inductor's operations, which adds guards of their own."""
+    """Run the case under stock ``torch.compile``; ``lowered``: down to Inductor's operations, which adds guards."""
     made: list[Any] = []
     lower = lookup_backend("aot_eager_decomp_partition") if lowered else None
 
@@ -278,14 +278,14 @@ def _ours(subject: Subject, cache: str, rows: int, settings: Settings, scheme: s
 
 @contextlib.contextmanager
 def _fresh() -> Iterator[None]:
-    """Nothing compiled before, and no limit at which Dynamo gives up and runs the model as it is."""
+    """Within the context, Dynamo starts without compiled code and recompiles up to ``GRAPHS`` times before it gives up."""
     torch.compiler.reset()
     with many_versions(GRAPHS):
         yield
 
 
 def _difference(expected: Run, found: Run) -> float:
-    """The largest difference of logits over all calls, as a share of the largest logit."""
+    """Return the largest difference of logits over all calls, relative to the largest logit; infinite for NaN."""
     largest = max(float(item.abs().max()) for item in expected.logits)
     worst = max(float((a - b).abs().max()) for a, b in zip(expected.logits, found.logits, strict=True))
     return worst / max(largest, 1e-6) if worst == worst else float("inf")

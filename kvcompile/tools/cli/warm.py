@@ -1,4 +1,4 @@
-"""Warm: imported once by the server that a survey's processes are forked from; nothing here runs."""
+"""Warm: imported once by the server from which a survey's processes are forked, to load the libraries."""
 
 from __future__ import annotations
 
