@@ -1,5 +1,5 @@
-"""Evaluation: what a scheme does to a model's predictions and answers, measured by decoding through the compiled cache.
+"""Evaluation: measures a scheme's effect on a model's predictions and answers, decoding through the compiled cache.
 
-``tasks`` builds questions, ``decoding`` answers them, ``prediction`` and ``fidelity`` compare numbers, ``statistics`` says what differs
-beyond chance, ``results`` is what is written. No model family is known here: models and tokenizers come in through ``subject``.
+``subject`` is a model with its text, ``tasks`` builds questions, ``decoding`` answers them, ``bench`` and ``fidelity`` compare with the
+uncompressed model, ``statistics`` tests differences, ``results`` is written to disk. No model family is named here.
 """

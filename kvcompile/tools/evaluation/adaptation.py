@@ -1,6 +1,6 @@
-"""Adaptation: what an adaptive scheme did with the tokens of one length's first text, as plain data that JSON holds.
+"""Adaptation: an adaptive scheme's widths and importance of the tokens of one length's first text, as plain data for JSON.
 
-``Watch`` reads the stores between decode steps, by what the backend says of them; no scheme is known here, and nothing is added to a step.
+``Watch`` reads the stores between decode steps through the backend. It names no scheme and adds nothing to a step.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from kvcompile.backend import Backend
 from kvcompile.types import Role
 
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
-"""One character for the bits of a token."""
+"""Characters that encode the bits of a token."""
 
 LOOKS, SPANS = 64, 256
-"""The most steps after which importance is read, and spans of positions that it is told of."""
+"""Largest number of steps after which importance is read, and of spans of positions that it is averaged over."""
 
 Item = TypeVar("Item")
 
@@ -27,11 +27,13 @@ Item = TypeVar("Item")
 class Adaptation:
     """Widths and importance of one length's tokens.
 
-    ``layers``: module paths. ``keys``, ``values``: a text for each layer, a character of ``DIGITS`` for the bits of each token of the
-    first text once it was decoded. ``histogram``: tokens of all texts and layers by role and bits. ``steps``: decode steps after which
-    importance was read. ``importance``: at each of them the means over layers and ``span`` positions of the first text, in means of all its
-    tokens; the last span may be shorter, and spans that have no token yet are missing. ``decided``: those steps since whose predecessor
-    some layer's widths were decided anew.
+    ``layers``: module paths.
+    ``keys``, ``values``: one text per layer, one character of ``DIGITS`` for the bits of each token of the first text, after decoding.
+    ``histogram``: tokens of all texts and layers by role and bits.
+    ``steps``: decode steps after which importance was read.
+    ``importance``: for each of these, the mean over layers and over ``span`` positions of the first text, relative to the mean of its
+        tokens. The last span may be shorter; spans without tokens are missing.
+    ``decided``: those of these steps since whose predecessor a layer's widths were decided anew.
     """
 
     length: int
@@ -45,12 +47,12 @@ class Adaptation:
     decided: tuple[int, ...]
 
     def bits(self, role: str) -> list[list[int]]:
-        """Bits of each token by layer, of ``keys`` or ``values``."""
+        """Return the bits of each token by layer; ``role``: "keys" or "values"."""
         return [[DIGITS.index(digit) for digit in row] for row in getattr(self, role)]
 
 
 class Watch:
-    """Reads the stores of a backend while ``tail`` tokens are decoded behind ``length`` units of ``prompt`` tokens."""
+    """Reads the stores of a backend while ``tail`` tokens are decoded after a prompt of ``prompt`` tokens, ``length`` units."""
 
     def __init__(self, owner: Backend, length: int, prompt: int, tail: int) -> None:
         self.owner, self.length, self.tail = owner, length, tail
@@ -62,14 +64,14 @@ class Watch:
         self.allocations = 0
 
     def over(self, steps: Iterator[Item]) -> Iterator[Item]:
-        """The steps as they are; the stores are read behind some of them, the last one among these."""
+        """Yield ``steps`` unchanged; read the stores after some of them, the last one included."""
         for number, item in enumerate(steps, 1):
             if number % self.every == 0 or number in {1, self.tail}:
                 self._look(number)
             yield item
 
     def _look(self, number: int) -> None:
-        """Read importance after a step."""
+        """Read importance after step ``number``."""
         found = [(item, rows) for item in self.owner.stored_tokens() if item.count and (rows := item.attended) is not None]
         if not found:
             return
@@ -84,7 +86,7 @@ class Watch:
         self.importance.append(tuple(float(f"{float(each.mean()):.4g}") for each in spans))
 
     def adaptation(self) -> Adaptation | None:
-        """Return what was seen, with the widths that tokens have now; None where no store's tokens change theirs."""
+        """Return what was read, with the tokens' final widths; None if no store is adaptive."""
         held = [item for item in self.owner.stored_tokens() if item.count]
         if not held or not self.steps:
             return None
@@ -98,11 +100,11 @@ class Watch:
 
 
 def _texts(bits: list[torch.Tensor]) -> tuple[str, ...]:
-    """A character for each token of the first row of each layer."""
+    """Return one character per token for the first row of each layer."""
     return tuple("".join(DIGITS[each] for each in rows[0].tolist()) for rows in bits)
 
 
 def _histogram(bits: list[torch.Tensor]) -> dict[str, int]:
-    """Tokens by bits, over layers and rows; JSON has no other keys than texts."""
+    """Return tokens by bits, over layers and rows; keys are text, as in JSON."""
     widths, counts = torch.cat([rows.flatten() for rows in bits]).unique(return_counts=True)
     return {str(width): count for width, count in zip(widths.tolist(), counts.tolist(), strict=True)}

@@ -1,9 +1,8 @@
-"""Bench: a subject with its texts, questions and reference, and the measurement of one scheme after another.
+"""Bench: a subject with its texts, questions and reference, on which schemes are measured one after another.
 
-Every scheme runs as in use: prompts are prefilled through the compiled model into an empty cache, then single tokens, the prompt's last
-one first, are decoded from what the cache holds. The reference is the model as it is, uncompiled; it answers through a cache of its own
-and predicts without one. Caches of all lengths have one capacity, so a scheme compiles one graph for each length's prompt and one for all
-steps.
+Every scheme runs as in use: prompts are prefilled through the compiled model into an empty cache; then single tokens, beginning with the
+prompt's last one, are decoded over it. The reference is the uncompiled model, which answers through a cache of its own and predicts without
+one. Caches of all lengths have one capacity, so a scheme compiles one graph for each length's prompt and one for all steps.
 """
 
 from __future__ import annotations
@@ -31,18 +30,19 @@ from kvcompile.tools.evaluation.subject import Question, Subject
 from kvcompile.tools.evaluation.tasks import KEYED, RULER, TASKS
 
 DENSE = "uncompressed"
-"""The name of the reference."""
+"""Label of the reference."""
 MOST_GRAPHS = 64
-"""Versions of one frame that Dynamo may compile: one for each length and a step's."""
+"""Versions of one frame that Dynamo may compile: one per length, and one for steps."""
 
 
 @dataclass(frozen=True)
 class Effort:
     """How much is measured.
 
-    ``lengths``: of prompts, in the subject's units. ``tail``: tokens decoded behind each text, of which there are ``batch``, as there are
-    questions at a time. ``questions``: a task and length. ``keys``: lines that share halves of their keys, where a task has such.
-    ``depths``: taken in turn; drawn where there are none. ``attention``: measure its outputs too.
+    ``lengths``: of prompts, in the subject's units. ``tail``: tokens decoded after each text.
+    ``batch``: number of texts, and of questions that run at a time. ``questions``: per task and length.
+    ``keys``: lines whose keys share a half, for tasks that have them. ``depths``: used in turn; drawn at random if empty.
+    ``attention``: whether to measure the outputs of attention modules too.
     """
 
     lengths: tuple[int, ...] = (2000,)
@@ -70,7 +70,7 @@ QUICK = Effort(lengths=(600,), tail=32, questions=16, inner="eager", attention=F
 
 
 class Bench:
-    """A subject with its texts and questions, and the reference that schemes are held against."""
+    """A subject with its texts and questions, and the reference that schemes are compared with; ``told``: called with progress messages."""
 
     def __init__(self, subject: Subject, effort: Effort, told: Callable[[str], None] = lambda what: None) -> None:
         self.subject, self.effort, self.told = subject, effort, told
@@ -95,22 +95,22 @@ class Bench:
 
     @torch.no_grad()
     def _plain(self, length: int) -> torch.Tensor:
-        """The uncompressed model's logits [B, tail, V] for the tail, without a cache, a row at a time."""
+        """Return the uncompressed model's logits [B, tail, V] of the tail, computed without a cache, one row at a time."""
         keep = {"logits_to_keep": self.effort.tail} if self.options else {}
         calls = (self.subject.model(input_ids=row[None, :-1], use_cache=False, **keep) for row in self.ids[length])
         return torch.cat([call.logits[:, -self.effort.tail :] for call in calls])
 
     def reference(self) -> Measured:
-        """The uncompressed model's own figures and answers, through an uncompressed cache."""
+        """Return the figures and answers of the uncompressed model with an uncompressed cache."""
         started = time.perf_counter()
         texts = tuple(self._text(length, self.logits[length].unbind(1)) for length in self.effort.lengths)
         said = tuple(item for length in self.effort.lengths for item in self._answers(self.subject.model, length, DENSE))
         return Measured(DENSE, texts, answers=said, seconds=time.perf_counter() - started)
 
     def measure(self, scheme: object, label: str | None = None) -> Measured:
-        """The figures of one scheme."""
+        """Return the figures of one scheme; ``label`` None: the scheme as text."""
         label, started = label or str(scheme), time.perf_counter()
-        # Code compiled for another scheme would count toward Dynamo's limit of versions.
+        # Code compiled for an earlier scheme would count toward Dynamo's limit of versions.
         torch.compiler.reset()
         owner = backend(scheme, inner=self.effort.inner)
         with many_versions(MOST_GRAPHS):
@@ -130,9 +130,9 @@ class Bench:
         )
 
     def _decoded(self, model: Any, owner: Backend, length: int, label: str) -> tuple[Text, Held, Adaptation | None]:
-        """The figures of one length's texts, the bytes of their cache once they were decoded, and what an adaptive scheme did with it."""
+        """Return the figures of one length's texts, the bytes of their cache after decoding, and the widths of an adaptive scheme."""
         self.told(f"{label}: texts of {length:,} {self.subject.unit}")
-        # A cache that nobody holds, but that waits for the collector, would be counted too.
+        # An unreferenced cache that the collector has not freed would be counted too.
         gc.collect()
         cache = self.subject.cache(self.capacity)
         prompt = len(self.subject.start) + length
@@ -142,7 +142,7 @@ class Bench:
         return text, Held(length, live.allocated, live.dense), watch.adaptation()
 
     def _text(self, length: int, steps: Any) -> Text:
-        """Figures of a tail's logits [B, V], a step each."""
+        """Return the figures of a tail; ``steps`` yields its logits [B, V]."""
         ids, prompt, tail = self.ids[length], len(self.subject.start) + length, self.effort.tail
         nats = torch.zeros(len(ids), dtype=torch.float64, device=ids.device)
         kl, same = torch.zeros_like(nats), torch.zeros(len(ids), dtype=torch.int64, device=ids.device)
@@ -178,10 +178,10 @@ class Bench:
 
 
 def _options(task: str, effort: Effort) -> dict[str, int]:
-    """Options of a task's plan other than the plan's own defaults."""
+    """Return options of a task's plan that differ from the plan's defaults."""
     return {"keys": effort.keys} if task in KEYED and effort.keys != Effort.keys else {}
 
 
 def labels(names: Sequence[str]) -> list[tuple[str, str]]:
-    """(spelled scheme, label) of each name; raises a SchemeError before anything runs."""
+    """Return (scheme as given, label) of each name. Raises a SchemeError."""
     return [(name, short_scheme(parse(name))) for name in names]

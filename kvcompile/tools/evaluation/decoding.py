@@ -1,8 +1,8 @@
-"""Decoding: prompts through a model into an empty cache, then single tokens from what the cache holds.
+"""Decoding: prefills prompts into an empty cache, then decodes single tokens over it.
 
-A prompt's last token is a step of its own: the graph of a prompt may attend to tokens as they are, so that what it predicts says nothing of
-the cache. Answers of one token would show no damage at all. All calls have one of two shapes, a prompt's and a step's, and run without
-gradients: a compiled model has a graph for each.
+A prompt's last token is a step of its own: the graph of a prompt may attend in full precision, so its prediction says nothing about the
+cache, and one-token answers would show no damage. All calls have one of two shapes, a prompt's and a step's, and run without gradients, so
+a compiled model has one graph for each.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ Model = Callable[..., Any]
 
 
 def last_only(model: Any) -> dict[str, int]:
-    """Options of a call by which a model gives the logits of its last token only, where it can: a prompt's are large."""
+    """Return the call options that make a model return logits of its last token only, or {} if it has none: a prompt's logits are large."""
     forward = getattr(model, "forward", model)
     return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(forward).parameters else {}
 
 
 @torch.no_grad()
 def forced(model: Model, ids: torch.Tensor, prompt: int, cache: Any, options: dict[str, int]) -> Iterator[torch.Tensor]:
-    """Logits [B, V] for every token behind the first ``prompt`` of ids [B, T], each decoded after the true ones before it."""
+    """Yield logits [B, V] for every token after the first ``prompt`` of ids [B, T], decoding the true tokens before it."""
     prefill(model, ids[:, :prompt], cache, options)
     for at in range(prompt - 1, ids.shape[1] - 1):
         yield model(input_ids=packed(ids[:, at : at + 1]), past_key_values=cache, use_cache=True, **options).logits[:, -1]
 
 
 def packed(part: torch.Tensor) -> torch.Tensor:
-    """A copy of a slice with strides of its own, for which Dynamo compiles no graph of its own."""
+    """Return a contiguous copy of a slice: Dynamo would compile a graph of its own for other strides."""
     return part.clone(memory_format=torch.contiguous_format)
 
 
 def prefill(model: Model, prompt: torch.Tensor, cache: Any, options: dict[str, int]) -> None:
-    """Write all tokens of a prompt [B, P] but its last into an empty cache."""
+    """Write all tokens of a prompt [B, P] except the last into an empty cache."""
     if prompt.shape[1] > 1:
         model(input_ids=packed(prompt[:, :-1]), past_key_values=cache, use_cache=True, **options)
 
@@ -47,7 +47,7 @@ def prefill(model: Model, prompt: torch.Tensor, cache: Any, options: dict[str, i
 def greedy(
     model: Model, prompts: torch.Tensor, count: int, cache: Any, options: dict[str, int], ended: Callable[[list[int]], bool],
 ) -> list[list[int]]:
-    """At most ``count`` ids said behind each of the prompts [B, P]; stops where ``ended`` holds for all rows."""
+    """Return up to ``count`` greedily decoded ids for each of the prompts [B, P]; stop when ``ended`` holds for all rows."""
     said: list[list[int]] = [[] for _ in range(prompts.shape[0])]
     prefill(model, prompts, cache, options)
     inputs = packed(prompts[:, -1:])
@@ -65,7 +65,7 @@ def answers(
     model: Model, subject: Subject, questions: Sequence[Question], rows: int, capacity: int, options: dict[str, int],
     told: Callable[[int], None] = lambda count: None,
 ) -> list[str]:
-    """The texts said to questions with prompts of one length, ``rows`` at a time; the last batch is filled up with its last question."""
+    """Return the model's answers to questions with prompts of one length, ``rows`` at a time; the last batch repeats its last question."""
     found: list[str] = []
     for at in range(0, len(questions), rows):
         batch = list(questions[at : at + rows])

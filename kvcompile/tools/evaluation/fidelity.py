@@ -1,7 +1,7 @@
-"""Fidelity: outputs of every attention module under a scheme, beside those of the uncompressed model on the same tokens.
+"""Fidelity: compares the outputs of every attention module under a scheme with those of the uncompressed model on the same tokens.
 
-Outputs are taken by forward hooks on the modules that the backend's report names, so there is no list of model families. A layer's error
-holds that of the layers before it, as in use. The operations run by their eager bodies here, whatever compiles the other measurements.
+Outputs are taken by forward hooks on the modules in the backend's report, so no model family is listed. A layer's error includes that of
+the layers before it, as in use. Operations run by their eager bodies here, whatever compiles the other measurements.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Outputs = dict[str, list[torch.Tensor]]
 
 
 def first_tensor(output: Any) -> torch.Tensor | None:
-    """The module's result: a tensor, or the first of a tuple."""
+    """Return a module's result if it is a tensor, or the first item of a tuple if that is one; else None."""
     first = output[0] if isinstance(output, (tuple, list)) and output else output
     return first if isinstance(first, torch.Tensor) else None
 
 
 @contextlib.contextmanager
 def heard(model: Any, paths: Sequence[str]) -> Iterator[Outputs]:
-    """Outputs of the modules at ``paths``, a tensor a call, while the context is open."""
+    """Yield a dict that collects the outputs of the modules at ``paths``, one tensor per call, while the context is open."""
     found: Outputs = {path: [] for path in paths}
 
     def listen(path: str) -> Any:
@@ -50,21 +50,21 @@ def heard(model: Any, paths: Sequence[str]) -> Iterator[Outputs]:
 
 
 def modules(model: Any, paths: Sequence[str]) -> list[str]:
-    """The paths that name a module of the model, each once."""
+    """Return the paths of modules that the model has, without repeats."""
     known = {name for name, _ in model.named_modules() if name}
     return [path for path in dict.fromkeys(paths) if path in known]
 
 
 @torch.no_grad()
 def dense_outputs(subject: Subject, ids: torch.Tensor, prompt: int, paths: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Outputs [B, T, ...] of the uncompressed model, of the tokens that a scheme decodes singly."""
+    """Return the uncompressed model's outputs [B, T, ...] for the tokens that a scheme decodes one by one, by path."""
     with heard(subject.model, paths) as found:
         subject.model(input_ids=ids[:, :-1], use_cache=False, **last_only(subject.model))
     return {path: torch.cat(tensors, 1)[:, prompt - 1 :].cpu() for path, tensors in found.items() if tensors}
 
 
 def errors(found: dict[str, torch.Tensor], dense: dict[str, torch.Tensor], length: int) -> tuple[Layer, ...]:
-    """Mean square, cosine and signal to noise of every module's outputs."""
+    """Return mean square error, cosine and signal-to-noise ratio of every module's outputs."""
     rows = []
     for path, theirs in dense.items():
         ours, exact = found[path].double().flatten(0, 1).flatten(1), theirs.double().flatten(0, 1).flatten(1)
@@ -75,14 +75,14 @@ def errors(found: dict[str, torch.Tensor], dense: dict[str, torch.Tensor], lengt
 
 
 def decibels(signal: float, noise: float) -> float:
-    """Signal to noise; 300 where there is no noise, which JSON can hold as it cannot hold infinity."""
+    """Return the signal-to-noise ratio in decibels; 300 without noise, since JSON has no infinity."""
     return 300.0 if noise == 0 else 10 * math.log10(max(signal, 1e-300) / noise)
 
 
 def attention_errors(
     subject: Subject, scheme: object, paths: Sequence[str], texts: Mapping[int, torch.Tensor], capacity: int
 ) -> tuple[Layer, ...]:
-    """Errors of the attention modules at ``paths``; ``texts``: ids [B, T] by the length of their prompts."""
+    """Return the errors of the attention modules at ``paths``; ``texts``: ids [B, T] by the length of their prompts."""
     named = modules(subject.model, paths)
     torch.compiler.reset()
     compiled = torch.compile(subject.model, backend=backend(scheme, inner=Inner.EAGER), dynamic=False)
@@ -93,7 +93,7 @@ def attention_errors(
         with heard(subject.model, named) as found:
             for _ in forced(compiled, ids, prompt, subject.cache(capacity), {}):
                 for path, tensors in found.items():
-                    # The first step comes behind the prompt's own call, whose outputs were not read from the cache.
+                    # Keep the last output only: before the first step the list also has the prompt's, which was not read from the cache.
                     steps[path] += [tensor.cpu() for tensor in tensors[-1:]]
                     tensors.clear()
         ours = {path: torch.cat(tensors, 1) for path, tensors in steps.items() if tensors}

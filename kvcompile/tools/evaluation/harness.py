@@ -3,9 +3,9 @@
     lm = harness_model(model, tokenizer, "int4", cache=lambda tokens: StaticCache(config=model.config, max_cache_len=tokens))
     lm_eval.simple_evaluate(model=lm, tasks=["hellaswag", "gsm8k"])
 
-A request's context is prefilled through the compiled model into an empty cache; its continuation is decoded token by token from what the
-cache holds, the true tokens for a likelihood and the likeliest for an answer. Requests go one by one. Contexts have many lengths: from
-the second one on Dynamo's graph of a prompt takes any.
+A request's context is prefilled through the compiled model into an empty cache; its continuation is decoded token by token: the true tokens
+for a likelihood, the likeliest for an answer. Requests run one at a time. Contexts have many lengths: from the second one on, Dynamo's
+graph of a prompt accepts any.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from kvcompile.errors import BadEvaluation
 from kvcompile.tools.evaluation.decoding import forced, last_only, packed, prefill
 
 MAX_GENERATED = 256
-"""Tokens of an answer where a request does not say."""
+"""Tokens of an answer if a request sets no limit."""
 
 
 class CompressedModel:
-    """The three questions of the harness, answered through a compressed cache; joined with its base class by ``harness_model``.
+    """The harness's three kinds of request, answered through a compressed cache; ``harness_model`` adds the harness's base class.
 
-    ``backend``: the backend of the compiled model, whose report says what was rewritten and how many bytes are held.
+    ``backend``: the backend of the compiled model, whose report lists the rewritten sites and bytes.
     """
 
     def __init__(
@@ -58,27 +58,27 @@ class CompressedModel:
     # --- the harness's interface -------------------------------------------------------------------
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """For each (context, continuation): the continuation's log-probability, and whether it is what greedy decoding says."""
+        """Return, for each (context, continuation), the continuation's log-probability and whether greedy decoding gives it."""
         return [self._scored(*self._pair(*request.args)) for request in requests]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """For each (text,): its log-probability behind the start token, in windows of ``max_length`` that predict every token once."""
+        """Return, for each (text,), its log-probability after the start token, in windows of ``max_length`` that predict a token once."""
         return [
             sum(self._scored(context, part)[0] for context, part in windows(self._encode(request.args[0]), self.prefix, self.max_length))
             for request in requests
         ]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """For each (context, options): the text said greedily up to one of ``until``, the end token, or ``max_gen_toks`` tokens."""
+        """Return, for each (context, options), the greedy text up to one of ``until``, the end token, or ``max_gen_toks`` tokens."""
         return [self._said(*request.args) for request in requests]
 
     @property
     def tokenizer_name(self) -> str:
-        """The tokenizer by its name, by which the harness tells its stored requests apart."""
+        """The tokenizer's name, by which the harness keys its stored requests."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A conversation as text, by the tokenizer's template."""
+        """Return a conversation as text, by the tokenizer's template."""
         more = {"tokenize": False, "add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
         return str(self.tokenizer.apply_chat_template(chat_history, **more))
 
@@ -88,7 +88,10 @@ class CompressedModel:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Ids of a context and of its continuation, cut where both were encoded as one; spaces go to the continuation."""
+        """Return the ids of a context and of its continuation, encoded together, then split.
+
+        Spaces between the two go to the continuation.
+        """
         kept = context.rstrip()
         if not kept:
             return [self.prefix], self._encode(context + continuation)
@@ -96,7 +99,7 @@ class CompressedModel:
         return [*self.start, *first], whole[len(first) :]
 
     def _scored(self, context: list[int], continuation: list[int]) -> tuple[float, bool]:
-        """Log-probability of the continuation, and whether each of its tokens is the likeliest; long contexts lose their beginning."""
+        """Return the continuation's log-probability, and whether its tokens are the likeliest. Too long a context loses its beginning."""
         if not continuation:
             return 0.0, True
         if len(continuation) > self.max_length:
@@ -115,7 +118,7 @@ class CompressedModel:
 
     @torch.no_grad()
     def _said(self, context: str, options: dict[str, Any]) -> str:
-        """The greedy continuation of a context."""
+        """Return the greedy continuation of a context."""
         if options.get("do_sample") and options.get("temperature", 1.0) > 0:
             expected = "False: answers are decoded greedily"
             raise BadEvaluation(setting="do_sample", expected=expected, found=True, todo="change the task's settings")
@@ -139,7 +142,7 @@ class CompressedModel:
 
 
 def windows(tokens: Sequence[int], prefix: int, length: int) -> Iterator[tuple[list[int], list[int]]]:
-    """(context, part) pairs with inputs of at most ``length`` tokens that predict every token once; the last has a full context."""
+    """Yield (context, part) of at most ``length`` input tokens, with each token in one part; the last has a full context."""
     if tokens:
         yield [prefix], list(tokens[:length])
     for at in range(length, len(tokens), length):
@@ -148,7 +151,7 @@ def windows(tokens: Sequence[int], prefix: int, length: int) -> Iterator[tuple[l
 
 
 def harness_model(model: Any, tokenizer: Any, scheme: object = "int8", **settings: Any) -> Any:
-    """``CompressedModel`` as a model of the installed lm_eval, for ``simple_evaluate(model=...)``; raises BadEvaluation without lm_eval."""
+    """Return a ``CompressedModel`` for the installed lm_eval's ``simple_evaluate(model=...)``. Raises BadEvaluation without lm_eval."""
     try:
         base = importlib.import_module("lm_eval.api.model").LM
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Machine: where a run was made, for its folder: device, cores, versions."""
+"""Machine: device, cores and versions of a run, for its folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PACKAGES = ("kvcompile", "torch", "triton", "transformers", "tokenizers", "numpy
 
 
 def machine(device: str) -> dict[str, Any]:
-    """The device by its name, processor, cores, threads, and versions of Python and packages that are installed."""
+    """Return the device's name, the processor, cores, threads, and versions of Python and installed packages."""
     versions = {}
     for package in PACKAGES:
         try:

@@ -1,4 +1,4 @@
-"""Records of what was measured of one model or scheme, as plain data that JSON holds."""
+"""Records of the measurements of one model or scheme, as plain data for JSON."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from kvcompile.tools.evaluation.statistics import Share
 
 @dataclass(frozen=True)
 class Text:
-    """Predictions behind prompts of one length, a number for each text.
+    """Predictions after prompts of one length, one number per text.
 
-    ``bits``: per byte. ``kl``: nats a token from the uncompressed model. ``same``: tokens whose likeliest next one is that of the
-    uncompressed model, of ``predictions``.
+    ``bits``: per byte. ``kl``: nats per token, from the uncompressed model.
+    ``same``: of ``predictions``, those with the same likeliest token as the uncompressed model.
     """
 
     length: int
@@ -27,7 +27,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Layer:
-    """How far one attention module's outputs are from those of the uncompressed model: mean square, cosine, signal to noise in decibels."""
+    """Difference of one attention module's outputs from the uncompressed model's: mean square, cosine, signal to noise in decibels."""
 
     length: int
     path: str
@@ -38,7 +38,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Answer:
-    """One question's outcome; ``score`` is the share of the answer's parts that were said."""
+    """One question's outcome; ``score``: share of the answer's parts that were said."""
 
     question: str
     task: str
@@ -52,7 +52,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of one length's cache once its texts were decoded: allocated, as ``report()`` says, and of its dense tokens."""
+    """Bytes of one length's cache after its texts were decoded: allocated, and of a dense cache of the same tokens."""
 
     length: int
     allocated: int
@@ -63,8 +63,8 @@ class Held:
 class Measured:
     """All figures of one scheme, or of the uncompressed model.
 
-    ``telemetry``: of certified attention while texts were decoded. ``asked``: the same while questions were answered. ``adaptation``: of
-    schemes whose tokens change their widths, by length.
+    ``telemetry``: of certified attention while texts were decoded; ``asked``: while questions were answered.
+    ``adaptation``: widths of adaptive schemes, by length.
     """
 
     scheme: str
@@ -81,17 +81,17 @@ class Measured:
 
     @property
     def bits_per_byte(self) -> float:
-        """Mean over texts of all lengths."""
+        """Mean bits per byte over texts of all lengths."""
         return mean([value for text in self.texts for value in text.bits])
 
     @property
     def kl(self) -> float:
-        """Mean over texts of all lengths, nats a token."""
+        """Mean KL over texts of all lengths, nats per token."""
         return mean([value for text in self.texts for value in text.kl])
 
     @property
     def agreement(self) -> Share:
-        """Tokens with the likeliest next one of the uncompressed model."""
+        """Share of predictions with the uncompressed model's likeliest token."""
         return Share(sum(sum(text.same) for text in self.texts), sum(text.predictions * len(text.same) for text in self.texts))
 
     @property
@@ -101,29 +101,29 @@ class Measured:
 
     @property
     def dense_bytes(self) -> int:
-        """Bytes of the dense tensors at the longest length."""
+        """Bytes of a dense cache at the longest length."""
         return max(self.held, key=lambda item: item.length).dense if self.held else 0
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """The tasks that were asked, in order."""
+        """Tasks of the answers, in order."""
         return tuple(dict.fromkeys(item.task for item in self.answers))
 
     def share(self, task: str | None = None, length: int | None = None, depth: float | None = None) -> Share:
-        """Right answers, of one task, length and depth where they are given."""
+        """Return the share of right answers, of one task, length and depth; None: of all."""
         picked = [item.right for item in self.picked(task, length) if depth is None or item.depth == depth]
         return Share(sum(picked), len(picked))
 
     def picked(self, task: str | None = None, length: int | None = None) -> list[Answer]:
-        """Answers of a task and a length, of all where they are not given."""
+        """Return the answers of a task and a length; None: of all."""
         return [item for item in self.answers if task in {None, item.task} and length in {None, item.length}]
 
 
 def mean(values: Sequence[float]) -> float:
-    """The mean; not a number where there is none."""
+    """Return the mean; NaN without values."""
     return sum(values) / len(values) if values else float("nan")
 
 
 def plain(item: Any) -> dict[str, Any]:
-    """The fields of a record, for JSON."""
+    """Return the fields of a record, for JSON."""
     return dict(vars(item))

@@ -1,4 +1,4 @@
-"""Pictures of results: quality against bytes held and length, heatmaps, widths of adaptive schemes. Needs matplotlib."""
+"""Pictures of results: quality against bytes and length, heatmaps, widths of adaptive schemes. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from kvcompile.tools.evaluation.tables import grid
 from kvcompile.tools.evaluation.width_plots import NAME, draw_widths, rows_of
 
 SUFFIXES = (".png", ".svg", ".pdf")
-"""Formats of ``--plot``."""
+"""File formats of ``--plot``."""
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is installed."""
+    """Return whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 def draw(results: Results, folder: Path) -> list[Path]:
-    """Draw all pictures into a folder; none where matplotlib is missing or there is nothing to show."""
+    """Draw all pictures into a folder and return their paths; none without matplotlib or without schemes."""
     if not can_draw() or not results.schemes:
         return []
     pictures: dict[str, Callable[[Results, Path], None]] = {"bytes.png": by_bytes, "length.png": by_length}
@@ -41,12 +41,12 @@ MARKERS = "os^DvPX"
 
 
 def style(number: int) -> dict[str, str]:
-    """Colour and marker of the scheme of that number, no two alike among 70."""
+    """Return colour and marker of scheme ``number``, distinct among 70."""
     return {"color": f"C{number % 10}", "marker": MARKERS[number // 10 % len(MARKERS)]}
 
 
 def check(to: Path) -> None:
-    """Raise BadEvaluation where pictures cannot be drawn into a file or folder."""
+    """Raise BadEvaluation if pictures cannot be drawn into this file or folder."""
     if not can_draw():
         raise BadEvaluation(
             setting="--plot", expected="drawn by matplotlib", found="that it is not installed", todo="pip install 'kvcompile[plots]'",
@@ -56,7 +56,7 @@ def check(to: Path) -> None:
 
 
 def draw_file(results: Results, to: Path) -> Path | None:
-    """Draw what adaptive schemes did into a file, or into a folder under its usual name; None where there is nothing to show."""
+    """Draw the widths of adaptive schemes into a file, or into a folder under ``NAME``; return the path, None if there are none."""
     if not rows_of(results):
         return None
     file = to if to.suffix.lower() in SUFFIXES and not to.is_dir() else to / NAME
@@ -73,12 +73,12 @@ def _axes(columns: int) -> tuple[Any, list[Any]]:
 
 
 def accuracy(row: Measured, length: int | None = None) -> float:
-    """The share of right answers over all tasks."""
+    """Return the share of right answers over all tasks; ``length`` None: over all lengths."""
     return row.share(length=length).value
 
 
 def by_bytes(results: Results, to: Path) -> None:
-    """Draw KL, and right answers where questions were asked, against the share of the dense bytes that the longest caches hold."""
+    """Draw KL, and right answers if questions were asked, against the longest cache's share of dense bytes."""
     asked = bool(results.reference.tasks)
     figure, axes = _axes(2 if asked else 1)
     for number, row in enumerate(results.schemes):
@@ -87,7 +87,7 @@ def by_bytes(results: Results, to: Path) -> None:
         point = {"linestyle": "none", **style(number)}
         held = 100 * row.cache_bytes / row.dense_bytes
         kl = results.compared(row).kl
-        # A logarithmic axis holds no zero.
+        # A logarithmic axis cannot show zero.
         value, low, high = (max(1e-9, item) for item in (kl.value, kl.low, kl.high))
         axes[0].errorbar([held], [value], yerr=[[max(0.0, value - low)], [max(0.0, high - value)]], label=row.scheme, **point)
         if asked:
@@ -121,7 +121,7 @@ def by_length(results: Results, to: Path) -> None:
 
 
 def heatmaps(results: Results, to: Path) -> None:
-    """Draw right answers by depth and length, a row of pictures for each scheme and a column for each task."""
+    """Draw right answers by depth and length: one row of pictures per scheme, one column per task."""
     from matplotlib.figure import Figure
 
     rows, tasks = [results.reference, *results.schemes], results.reference.tasks

@@ -1,7 +1,8 @@
-"""Results: all that one run of evaluation measured, compared with the uncompressed model, as JSON and CSV.
+"""Results: all measurements of one run of evaluation, compared with the uncompressed model, as JSON and CSV.
 
-    results.json   everything, questions with what each model said among it; ``Results.load`` reads it
-    summary.csv    a row for each scheme, length and task     answers.csv   a row for each question and scheme
+    results.json   everything, including each model's answers; ``Results.load`` reads it
+    summary.csv    one row per scheme, length and task
+    answers.csv    one row per question and scheme
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Compared:
-    """One scheme beside the uncompressed model: means over texts with bootstrap intervals, and outcomes of the same questions."""
+    """One scheme against the uncompressed model: means over texts with bootstrap intervals, and outcomes of the same questions."""
 
     kl: Mean
     bits: Mean
     paired: dict[str, Paired]
-    """By task, and ``all`` of them."""
+    """By task, and under ``all`` for all tasks."""
     discordant: tuple[dict[str, Any], ...]
-    """Questions that one of the two answered and the other did not."""
+    """Questions that exactly one of the two answered right."""
 
     def plain(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the comparison as plain data, for JSON."""
         return {
             "kl": self.kl.plain(), "bits_per_byte_more": self.bits.plain(),
             "paired": {name: item.plain() for name, item in self.paired.items()}, "discordant": list(self.discordant),
@@ -45,10 +46,10 @@ class Compared:
 
 @dataclass(frozen=True)
 class Beside:
-    """One scheme beside another on the same texts and questions.
+    """One scheme against another on the same texts and questions.
 
-    ``kl``, ``bits``: the scheme's less the other's, nats a token and bits per byte, means over texts with bootstrap intervals.
-    ``paired``: outcomes by task, and ``all`` of them; lost are those that the other alone had right.
+    ``kl``, ``bits``: the scheme's minus the other's, nats per token and bits per byte, means over texts with bootstrap intervals.
+    ``paired``: outcomes by task, and under ``all`` for all tasks; lost: the other alone was right.
     """
 
     kl: Mean
@@ -57,7 +58,7 @@ class Beside:
 
     @classmethod
     def of(cls, scheme: Measured, other: Measured, seed: int = 0) -> Beside:
-        """From the records of both; intervals by resampling texts and questions from a seed."""
+        """Return the comparison of two schemes' measurements; intervals resample texts and questions from ``seed``."""
         pairs = list(zip(other.answers, scheme.answers, strict=True))
         groups = {"all": pairs} | {task: [pair for pair in pairs if pair[0].task == task] for task in scheme.tasks}
         more = {
@@ -70,7 +71,7 @@ class Beside:
         return cls(bootstrap(more["kl"], seed), bootstrap(more["bits"], seed), paired)
 
     def plain(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the comparison as plain data, for JSON."""
         return {
             "kl_more": self.kl.plain(), "bits_per_byte_more": self.bits.plain(),
             "paired": {name: item.plain() for name, item in self.paired.items()},
@@ -92,18 +93,18 @@ class Results:
         return tuple(text.length for text in self.reference.texts)
 
     def compared(self, scheme: Measured) -> Compared:
-        """The scheme beside the reference; intervals by resampling texts and questions from the run's seed."""
-        # The reference has a KL of zero, so that a difference from it is a scheme's own.
+        """Return the comparison of a scheme with the reference; intervals use the run's seed."""
+        # The reference has a KL of zero, so the difference is the scheme's own KL.
         found = self.beside(scheme, self.reference)
         differing = discordant(list(zip(self.reference.answers, scheme.answers, strict=True)))
         return Compared(found.kl, found.bits, found.paired, tuple(differing))
 
     def beside(self, scheme: Measured, other: Measured) -> Beside:
-        """The scheme beside another one of the run."""
+        """Return the comparison of a scheme with another one of the run."""
         return Beside.of(scheme, other, int(self.config.get("seed", 0)))
 
     def named(self, label: str) -> Measured:
-        """The scheme of that label; raises BadEvaluation."""
+        """Return the scheme with this label. Raises BadEvaluation."""
         for row in self.schemes:
             if row.scheme == label:
                 return row
@@ -111,7 +112,7 @@ class Results:
         raise BadEvaluation(setting="--beside", expected=f"a scheme of the run ({held})", found=label, todo="add it to --schemes")
 
     def plain(self) -> dict[str, Any]:
-        """For JSON: each scheme's summary first, then all records."""
+        """Return the results as plain data, for JSON: each scheme's summary, then its records."""
         return {
             "format": FORMAT, "config": self.config, "machine": self.machine, "reference_bits_per_byte": self.reference.bits_per_byte,
             "reference": measured_plain(self.reference),
@@ -119,7 +120,7 @@ class Results:
         }
 
     def save(self, folder: Path) -> None:
-        """Write JSON and CSV into a folder, which is made."""
+        """Write JSON and CSV into a folder, creating it."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "results.json").write_text(json.dumps(self.plain(), indent=1) + "\n")
         (folder / "config.json").write_text(json.dumps({"config": self.config, "machine": self.machine}, indent=1) + "\n")
@@ -128,7 +129,7 @@ class Results:
 
     @staticmethod
     def load(path: Path) -> Results:
-        """Read results.json; raises ResultsUnread."""
+        """Return the results in a results.json. Raises ResultsUnread."""
         try:
             read = read_json(path, dict[str, Any])
             if read.get("format") != FORMAT:
@@ -141,7 +142,7 @@ class Results:
             raise ResultsUnread(path=path, found=error.fact) from error
 
     def summary_rows(self) -> Iterator[dict[str, Any]]:
-        """A row for each scheme, length and task."""
+        """Yield a row for each scheme, length and task."""
         for item in (self.reference, *self.schemes):
             held = {each.length: each for each in item.held}
             for text in item.texts:
@@ -158,14 +159,17 @@ class Results:
                     }
 
     def answer_rows(self) -> Iterator[dict[str, Any]]:
-        """A row for each question and scheme, the uncompressed model's first."""
+        """Yield a row for each question and scheme, the uncompressed model's first."""
         for item in (self.reference, *self.schemes):
             for answer in item.answers:
                 yield {"scheme": item.scheme, **plain(answer)}
 
 
 def discordant(pairs: list[tuple[Answer, Answer]]) -> Iterator[dict[str, Any]]:
-    """Questions that one of two models answered, with what both said; ``lost`` where the uncompressed model was the one."""
+    """Yield the questions that exactly one of two models answered right.
+
+    ``kind``: "lost" if the uncompressed model, the first of each pair, was right; else "won".
+    """
     for dense, scheme in pairs:
         if dense.right != scheme.right:
             yield {
@@ -175,7 +179,7 @@ def discordant(pairs: list[tuple[Answer, Answer]]) -> Iterator[dict[str, Any]]:
 
 
 def as_csv(rows: Iterator[dict[str, Any]]) -> str:
-    """Rows as CSV with a header; an empty text without rows."""
+    """Return rows as CSV with a header; "" without rows."""
     held, text = list(rows), io.StringIO()
     if held:
         writer = csv.DictWriter(text, list(held[0]), lineterminator="\n")
@@ -185,7 +189,7 @@ def as_csv(rows: Iterator[dict[str, Any]]) -> str:
 
 
 def summarised(item: Measured) -> dict[str, Any]:
-    """One scheme's figures over all lengths, for JSON."""
+    """Return one scheme's figures over all lengths, for JSON."""
     return {
         "scheme": item.scheme, "bits_per_byte": item.bits_per_byte, "kl": item.kl, "agreement": item.agreement.plain(),
         **{task: item.share(task).plain() for task in item.tasks}, "cache_bytes": item.cache_bytes, "dense_bytes": item.dense_bytes,
@@ -195,7 +199,7 @@ def summarised(item: Measured) -> dict[str, Any]:
 
 
 def measured_plain(item: Measured) -> dict[str, Any]:
-    """One scheme for JSON, with its records."""
+    """Return one scheme's figures and records, for JSON."""
     return summarised(item) | {
         "texts": [plain(text) for text in item.texts], "held": [plain(held) for held in item.held],
         "layers": [plain(layer) for layer in item.layers], "answers": [plain(answer) for answer in item.answers],
@@ -204,6 +208,6 @@ def measured_plain(item: Measured) -> dict[str, Any]:
 
 
 def _known(row: Any) -> Any:
-    """Return a row of the file without the summaries that ``Results.plain`` adds to a record for readers of the JSON."""
+    """Return a row of the file without the summaries that ``Results.plain`` adds to records."""
     names = {field.name for field in dataclasses.fields(Measured)}
     return {name: value for name, value in row.items() if name in names} if isinstance(row, dict) else row

@@ -1,4 +1,4 @@
-"""Statistics: intervals of shares and means, and whether two models differ on questions that both were asked."""
+"""Statistics: intervals of shares and means, and tests whether two models differ on the same questions."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy as np
 
 RESAMPLES = 10_000
 LARGEST = 4_000_000
-"""Numbers that are drawn at a time."""
+"""Numbers drawn at a time."""
 
 
 def wilson(hits: int, trials: int, z: float = 1.96) -> tuple[float, float]:
-    """Wilson's interval of a share, 95% unless told; (0, 1) without trials."""
+    """Return Wilson's interval of a share, 95% by default; (0, 1) without trials."""
     if trials == 0:
         return 0.0, 1.0
     p = hits / trials
@@ -33,16 +33,16 @@ class Share:
 
     @property
     def value(self) -> float:
-        """The share; not a number without trials."""
+        """The share; NaN without trials."""
         return self.hits / self.trials if self.trials else math.nan
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Lower and upper end."""
+        """Lower and upper end of the interval."""
         return wilson(self.hits, self.trials)
 
     def plain(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the share as plain data, for JSON."""
         return {"hits": self.hits, "trials": self.trials, "low": self.interval[0], "high": self.interval[1]}
 
     def __str__(self) -> str:
@@ -59,14 +59,14 @@ class Mean:
     high: float
 
     def plain(self) -> dict[str, float]:
-        """For JSON."""
+        """Return the mean as plain data, for JSON."""
         return {"value": self.value, "low": self.low, "high": self.high}
 
 
 def bootstrap(values: Sequence[float], seed: int = 0, resamples: int = RESAMPLES) -> Mean:
-    """The mean of ``values`` and its 95% percentile interval over ``resamples`` drawn with replacement from a seed.
+    """Return the mean of ``values`` with its 95% percentile interval over ``resamples`` drawn with replacement.
 
-    Pass differences of pairs for a paired comparison.
+    For a paired comparison pass the differences of pairs.
     """
     held = np.asarray(values, dtype=np.float64)
     if not held.size:
@@ -81,10 +81,10 @@ def bootstrap(values: Sequence[float], seed: int = 0, resamples: int = RESAMPLES
 
 
 def mcnemar(lost: int, won: int) -> float:
-    """The two-sided p of McNemar's exact test: of ``lost + won`` discordant pairs, each falls to either side with probability 1/2."""
+    """Return the two-sided p of McNemar's exact test on ``lost + won`` discordant pairs."""
     pairs, fewer = lost + won, min(lost, won)
     tail = sum(math.comb(pairs, count) for count in range(fewer + 1))
-    # Integers are divided: 2 ** -pairs alone would be zero from 1,075 pairs on.
+    # Integers are divided because 2.0 ** -pairs underflows to zero from 1,075 pairs on.
     return min(1.0, 2 * tail / 2**pairs)
 
 
@@ -100,7 +100,7 @@ class Paired:
 
     @classmethod
     def of(cls, dense: Sequence[bool], scheme: Sequence[bool], seed: int = 0) -> Paired:
-        """From outcomes in the order of the questions; the difference is the scheme's accuracy less that of dense."""
+        """Return the counts of two lists of outcomes in the same order; ``difference``: the scheme's accuracy minus that of dense."""
         pairs = list(zip(dense, scheme, strict=True))
         more = bootstrap([float(ours) - float(theirs) for theirs, ours in pairs], seed)
         return cls(
@@ -109,7 +109,7 @@ class Paired:
 
     @property
     def trials(self) -> int:
-        """Questions."""
+        """Number of questions."""
         return self.both + self.lost + self.won + self.neither
 
     @property
@@ -118,7 +118,7 @@ class Paired:
         return mcnemar(self.lost, self.won)
 
     def plain(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the counts as plain data, for JSON."""
         return {
             "trials": self.trials, "both": self.both, "lost": self.lost, "won": self.won, "neither": self.neither, "p": self.p,
             "difference": self.difference.plain(),

@@ -1,6 +1,6 @@
-"""Subject: a model with its text, as evaluation sees it: how text becomes ids, real text to use, empty caches.
+"""Subject: a model for evaluation with its way of writing text as ids, real text for prompts, and empty caches.
 
-Prompts of tinylm are bytes behind a start token; prompts of any other model are ids of its tokenizer. Both are planted by one definition.
+Prompts of tinylm are bytes after a start token; prompts of other models are ids of their tokenizer. One definition plants both.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from kvcompile.errors import BadEvaluation
 from kvcompile.tools.evaluation.tasks import TASKS, Writing, posed
 
 SAMPLE = b"\n# Note: the number of bafi-dulok is 1234567\n"
-"""A statement by which bytes are counted in tokens."""
+"""A statement from which the number of bytes per token is estimated."""
 TOKEN_SNAP = 48
-"""How far past the drawn place a line break is looked for, in tokens."""
+"""Distance in tokens after a drawn offset within which a line break is looked for."""
 
 
 class Rule(enum.Enum):
-    """When an answer counts as right: it is the line that was expected, or has all of its parts somewhere (as RULER counts)."""
+    """The rule for a right answer: equal to the expected line, or containing all of its parts (RULER's rule)."""
 
     LINE = "line"
     PARTS = "parts"
 
     def judge(self, task: str, expected: str, said: str) -> tuple[bool, float]:
-        """Whether ``said`` is right, and the share of the answer's parts that are in it."""
+        """Return whether ``said`` is right, and the share of the answer's parts in it."""
         kind = TASKS[task]
         parts = [part.decode() for part in kind.parts(expected.encode())]
         line, ended, _ = said.partition("\n")
@@ -43,7 +43,7 @@ class Rule(enum.Enum):
 
 @dataclass(frozen=True)
 class Question:
-    """One question as a model gets it: an id that says all of it, the prompt's ids with the start tokens, and the expected line."""
+    """One question for a model: a name that identifies it fully, the prompt's ids with start tokens, and the expected line."""
 
     name: str
     task: str
@@ -56,11 +56,12 @@ class Question:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model and all that evaluating it needs.
+    """A model and everything needed to evaluate it.
 
-    ``filler``: real text in units of ``writing``. ``start``: ids in front of every prompt. ``text``: the text of ids. ``cache``: an empty
-    cache with room for some tokens. ``positions``: the most tokens that the model was made for, None where it does not say. ``trained``:
-    tasks whose wording the model was trained on.
+    ``filler``: real text in units of ``writing``. ``start``: ids before every prompt. ``text``: returns the text of ids.
+    ``cache``: returns an empty cache for a number of tokens.
+    ``positions``: the most tokens that the model supports, None if it does not say.
+    ``trained``: tasks whose wording the model was trained on.
     """
 
     name: str
@@ -77,22 +78,25 @@ class Subject:
 
     @property
     def unit(self) -> str:
-        """The unit that lengths are counted in: bytes or tokens."""
+        """The unit of lengths: bytes or tokens."""
         return self.writing.unit
 
     @property
     def dtype(self) -> str:
-        """The dtype of the model's weights, by its name."""
+        """Name of the dtype of the model's weights."""
         return str(next(iter(self.model.parameters())).dtype).removeprefix("torch.")
 
     def room(self, length: int) -> int:
-        """Bytes that statements are made for in a prompt of ``length`` units."""
+        """Return the number of bytes that a prompt of ``length`` units has room for, estimated from ``SAMPLE``."""
         return int(length * len(SAMPLE) / len(self.writing.write(SAMPLE)))
 
     def questions(
         self, task: str, count: int, length: int, depths: Sequence[float | None], seed: int, **options: int
     ) -> list[Question]:
-        """``count`` questions of a task with prompts of ``length`` units, at the depths in turn (None: drawn); ``options`` of its plan."""
+        """Return ``count`` questions of a task with prompts of ``length`` units, at ``depths`` in turn (None: drawn).
+
+        ``options``: of the task's plan.
+        """
         told = "".join(f"/{name}={value}" for name, value in options.items())
         made = []
         for number in range(count):
@@ -105,7 +109,7 @@ class Subject:
         return made
 
     def texts(self, length: int, tail: int, rows: int) -> torch.Tensor:
-        """Ids [rows, start + length + tail] of parts of the text that are as far apart as they can be; raises BadEvaluation."""
+        """Return ids [rows, start + length + tail] of parts of the text, spread over it evenly. Raises BadEvaluation."""
         whole = length + tail
         if len(self.filler) < whole:
             raise BadEvaluation(
@@ -117,12 +121,12 @@ class Subject:
         return torch.tensor(parts, device=self.device)
 
     def count_bytes(self, row: Sequence[int], tail: int) -> int:
-        """UTF-8 bytes of the last ``tail`` ids of a row."""
+        """Return the number of UTF-8 bytes of the last ``tail`` ids of a row."""
         return max(1, len(self.text(row).encode()) - len(self.text(row[:-tail]).encode()))
 
 
 class TokenWriting:
-    """Prompts of a tokenizer's ids. ``encode``: ids of a text without special tokens; ``text``: the text of ids."""
+    """Prompts of a tokenizer's ids; ``encode``: returns the ids of a text without special tokens; ``text``: returns the text of ids."""
 
     unit = "tokens"
 
@@ -131,19 +135,19 @@ class TokenWriting:
         self.breaks: dict[int, bool] = {}
 
     def write(self, text: bytes) -> tuple[int, ...]:
-        """Ids of a text. No space is left at its end: tokenizers put it in front of the next word."""
+        """Return the ids of a text without trailing spaces: tokenizers put a space at the start of the next word."""
         return tuple(self.encode(text.decode().rstrip(" ")))
 
     def take(self, filler: Sequence[int] | np.ndarray, start: int, stop: int) -> tuple[int, ...]:
-        """A part of the filler."""
+        """Return a part of the filler."""
         return tuple(int(item) for item in filler[start:stop])
 
     def join(self, pieces: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-        """Pieces one behind the other."""
+        """Return pieces joined."""
         return tuple(item for piece in pieces for item in piece)
 
     def place(self, raw: tuple[int, ...], offset: int) -> int:
-        """Behind the next token with a line break that is within reach, else the offset."""
+        """Return the index after the first token with a line break within ``TOKEN_SNAP``, or the offset if there is none."""
         for at in range(offset, min(offset + TOKEN_SNAP, len(raw))):
             if raw[at] not in self.breaks:
                 self.breaks[raw[at]] = "\n" in self.text([raw[at]])

@@ -1,4 +1,4 @@
-"""Tables of results: schemes beside each other, accuracy by depth and length, attention by layer, questions that differ."""
+"""Tables of results: comparison of schemes, accuracy by depth and length, attention by layer, questions with different outcomes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvcompile.tools.evaluation.results import Results
 from kvcompile.tools.evaluation.statistics import Mean, Share
 
 BANDS = ((0.95, "on green"), (0.8, "on dark_green"), (0.5, "on dark_goldenrod"), (0.2, "on dark_orange3"), (0.0, "on red"))
-"""Colours of cells by the least share of right answers."""
+"""Colour of a cell by the smallest share of right answers that it covers."""
 TESTED = (
     "p: McNemar's exact test, two-sided, not corrected for the\nnumber of comparisons; difference of accuracy with its 95% bootstrap "
     "interval over questions"
@@ -31,7 +31,7 @@ def _table(title: str, caption: str) -> Table:
 
 
 def summary_table(results: Results) -> Table:
-    """All schemes beside each other, over all lengths; bytes at the longest."""
+    """Return a table of all schemes over all lengths; bytes at the longest."""
     config, reference = results.config, results.reference
     lengths = ", ".join(f"{length:,}" for length in results.lengths)
     table = _table(
@@ -56,7 +56,7 @@ def summary_table(results: Results) -> Table:
 
 
 def cell(share: Share) -> Text:
-    """One cell of a heatmap: right answers of questions, coloured; empty where nothing was asked."""
+    """Return one cell of a heatmap: right answers of questions, coloured; empty without questions."""
     if not share.trials:
         return Text("")
     style = next(style for least, style in BANDS if share.value >= least)
@@ -64,14 +64,14 @@ def cell(share: Share) -> Text:
 
 
 def grid(row: Measured, task: str) -> tuple[list[float], list[int], list[list[Share]]]:
-    """Depths, lengths, and right answers by depth and length."""
+    """Return depths, lengths, and right answers by depth and length."""
     picked = row.picked(task)
     depths, lengths = sorted({item.depth for item in picked}), sorted({item.length for item in picked})
     return depths, lengths, [[row.share(task, length, depth) for length in lengths] for depth in depths]
 
 
 def heatmap(rows: Sequence[Measured], task: str, unit: str) -> Table:
-    """One task: schemes and depths down, lengths across."""
+    """Return one task's right answers: schemes and depths down, lengths across."""
     table = _table(f"{task}: right answers by depth, and by {unit} of prompt", "depth: share of the text before the first statement")
     table.add_column("scheme")
     table.add_column("depth", justify="right")
@@ -86,7 +86,7 @@ def heatmap(rows: Sequence[Measured], task: str, unit: str) -> Table:
 
 
 def layer_table(rows: Sequence[Measured]) -> Table:
-    """Errors of every layer's attention under every scheme, means over lengths."""
+    """Return a table of the errors of every layer's attention under every scheme, means over lengths."""
     table = _table(
         "outputs of attention beside the uncompressed model's, decoded tokens",
         "signal to noise in decibels, cosine, mean square error; a layer's error holds that of the layers before it",
@@ -109,7 +109,7 @@ def layer_table(rows: Sequence[Measured]) -> Table:
 
 
 def paired_table(results: Results) -> Table:
-    """Outcomes of the same questions under the uncompressed model and each scheme, by task."""
+    """Return a table of outcomes of the same questions under the uncompressed model and each scheme, by task."""
     table = _table(
         "paired questions: the uncompressed model beside each scheme",
         f"lost: the uncompressed model alone was right; won: the scheme alone; {TESTED}",
@@ -128,7 +128,7 @@ def paired_table(results: Results) -> Table:
 
 
 def beside_table(results: Results, base: Measured) -> Table:
-    """Every other scheme beside ``base``: differences of KL and bits per byte over texts, outcomes of the same questions."""
+    """Return a table of every other scheme against ``base``: differences of KL and bits per byte over texts, and outcomes of questions."""
     name = escape(base.scheme)
     table = _table(
         f"paired texts and questions: {base.scheme} beside each other scheme",
@@ -155,7 +155,10 @@ def _more(mean: Mean, form: str) -> str:
 
 
 def telemetry_table(rows: Sequence[Measured]) -> Table:
-    """Bounds before and after the fallback, and how often each rung and cause was; after the source's tables 11, 12 and 15."""
+    """Return a table of certified attention: bounds before and after the fallback, and shares of rungs and causes.
+
+    Its rows follow the source's tables 11, 12 and 15.
+    """
     table = _table(
         "certified attention while the texts were decoded",
         "bounds: mean, median, 95% quantile and largest over head-steps; rungs and causes: share of head-steps; blocks: share of visible\n"

@@ -1,6 +1,6 @@
-"""Pictures of adaptive schemes: precision over positions and layers, importance over decode steps, the histogram of bits. By matplotlib.
+"""Pictures of adaptive schemes: bits over positions and layers, importance over decode steps, histogram of bits. By matplotlib.
 
-Four pictures for each scheme and length of prompt. All is read from results, so a picture can be drawn again from a run's folder.
+Four pictures for each scheme and length of prompt, drawn from results alone, so that a run's folder can be drawn again.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from kvcompile.tools.evaluation.adaptation import Adaptation
 from kvcompile.tools.evaluation.results import Results
 
 NAME = "widths.png"
-"""The name of the picture in a folder."""
+"""File name of the picture in a folder."""
 
 HALVES = ("keys", "values")
 COLOURS = ("tab:blue", "tab:orange")
 
 
 def rows_of(results: Results) -> list[tuple[str, Adaptation]]:
-    """Each scheme's name with what it did at each length, of schemes that are adaptive."""
+    """Return (scheme, adaptation) for each adaptive scheme and length."""
     return [(row.scheme, item) for row in results.schemes for item in row.adaptation]
 
 
 def constant(results: Results) -> list[str]:
-    """The schemes whose tokens all have the same bits, which there is no picture of."""
+    """Return the schemes without pictures: all their tokens have the same bits."""
     return [row.scheme for row in results.schemes if not row.adaptation]
 
 
 def draw_widths(results: Results, to: Path) -> None:
-    """Draw four pictures for each scheme and length into a file, by whose suffix its format is chosen."""
+    """Draw four pictures for each scheme and length into a file, in the format of its suffix."""
     from matplotlib.figure import Figure
 
     rows = rows_of(results)
@@ -50,7 +50,7 @@ def draw_widths(results: Results, to: Path) -> None:
 
 
 def _precision(part: Any, axes: Sequence[Any], item: Adaptation) -> None:
-    """Draw the bits of keys and of values, positions across and layers down, in colours that both share."""
+    """Draw the bits of keys and of values, positions across and layers down, with one colour scale."""
     from matplotlib import colormaps
     from matplotlib.colors import BoundaryNorm, ListedColormap
 
@@ -72,19 +72,19 @@ def _precision(part: Any, axes: Sequence[Any], item: Adaptation) -> None:
 
 
 def _short(path: str, number: int) -> str:
-    """A layer's number as its module path says it, or its place."""
+    """Return the layer number in a module path, or ``number`` if it has none."""
     return next((name for name in path.split(".") if name.isdigit()), str(number))
 
 
 def _importance(part: Any, axes: Any, item: Adaptation) -> None:
-    """Draw importance, positions across and decode steps down; ticks at the left edge where widths were decided."""
+    """Draw importance, positions across and decode steps down, with ticks at the left edge where widths were decided."""
     from matplotlib.colors import LogNorm
 
     spans = max(map(len, item.importance))
     padded = [[*row, *[float("nan")] * (spans - len(row))] for row in item.importance]
     above = sorted(value for row in item.importance for value in row if value > 0)
     top = above[-1] if above else 1.0
-    # Tokens that nothing ever looked at would take all colours.
+    # Clip small values: tokens with almost no attention would use up the colour scale.
     least = max(above[len(above) // 20], top * 1e-4) if above else 0.1
     edges = [number * item.span for number in range(spans + 1)]
     borders = [0.0, *((a + b) / 2 for a, b in zip(item.steps, item.steps[1:], strict=False)), item.steps[-1] + 0.5]
@@ -103,7 +103,7 @@ def _importance(part: Any, axes: Any, item: Adaptation) -> None:
 
 
 def _histogram(axes: Any, item: Adaptation) -> None:
-    """Draw the share of all tokens, over texts and layers, that has each width."""
+    """Draw the share of all tokens, over texts and layers, at each width."""
     widths = sorted({int(bits) for half in item.histogram.values() for bits in half})
     for at, (half, colour) in enumerate(zip(HALVES, COLOURS, strict=True)):
         counts = [item.histogram[half].get(str(bits), 0) for bits in widths]
@@ -121,7 +121,7 @@ def _histogram(axes: Any, item: Adaptation) -> None:
 
 
 def _small(axes: Any) -> None:
-    """Small letters: a figure has many pictures."""
+    """Set small fonts: a figure has many pictures."""
     axes.title.set_fontsize(8)
     axes.xaxis.label.set_fontsize(8)
     axes.tick_params(labelsize=7)

@@ -1,7 +1,7 @@
-"""Retrieval tasks after RULER, in kind: statements planted in real text and a question at its end, deterministic from a seed.
+"""Retrieval tasks after RULER: statements planted in real text with a question at its end, deterministic from a seed.
 
-Training of tinylm and evaluation of any model build their questions with this one definition. ``plans`` says what is planted and asked,
-``planting`` where it goes, ``questions`` names the tasks and makes prompts of an exact length, in bytes or in tokens.
+The training of tinylm and the evaluation of any model share this definition. ``plans`` draws statements and questions, ``planting`` inserts
+the statements, ``questions`` names the tasks and makes prompts of an exact length, in bytes or in tokens.
 """
 
 from kvcompile.tools.evaluation.tasks.plans import (

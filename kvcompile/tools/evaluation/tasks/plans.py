@@ -1,6 +1,6 @@
 """Plans: the lines that a prompt hides and the questions about them, drawn at random.
 
-The wording of needles, traces and counts is that which tinylm was trained on; a test holds it byte for byte.
+Needles, traces and counts have the wording that tinylm was trained on; a test checks it byte for byte.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Plan:
 
 
 def word(rng: random.Random, syllables: int = 2) -> bytes:
-    """A made-up word that can be said aloud: a few consonant-vowel pairs, maybe a final."""
+    """Return a made-up pronounceable word: consonant-vowel pairs, sometimes with a final consonant."""
     letters = [rng.choice(CONSONANTS) + rng.choice(VOWELS) for _ in range(syllables)]
     if rng.random() < 0.5:
         letters.append(rng.choice(CONSONANTS))
@@ -41,12 +41,12 @@ def word(rng: random.Random, syllables: int = 2) -> bytes:
 
 
 def digits(rng: random.Random) -> bytes:
-    """A number of five to seven digits."""
+    """Return a number of five to seven digits."""
     return str(rng.randrange(10_000, 10_000_000)).encode()
 
 
 def code(rng: random.Random) -> bytes:
-    """A coded word of four: two pairs of a consonant and a digit, as in k4t9."""
+    """Return a code of four characters: two pairs of a consonant and a digit, as in k4t9."""
     return "".join(rng.choice(CONSONANTS) + rng.choice("0123456789") for _ in range(2)).encode()
 
 
@@ -58,7 +58,7 @@ def _distinct(rng: random.Random, count: int, make: Callable[[random.Random], by
 
 
 def _keys(rng: random.Random, count: int) -> list[bytes]:
-    """At least ``count`` keys of two words; several share their halves, so that no half alone finds a line."""
+    """Return at least ``count`` keys of two words; several share a half, so that no half alone identifies a line."""
     side = ceil(sqrt(count)) if count > 1 else 1
     first, second = _distinct(rng, side, word), _distinct(rng, side, word)
     pairs = [a + b"-" + b for a in first for b in second]
@@ -67,7 +67,7 @@ def _keys(rng: random.Random, count: int) -> list[bytes]:
 
 
 def _value(rng: random.Random, words: float) -> bytes:
-    """A value to recall: a number, or with probability ``words`` a made-up word."""
+    """Return a value to recall: a number, or with probability ``words`` a made-up word."""
     return word(rng, 3) if rng.random() < words else digits(rng)
 
 
@@ -76,9 +76,9 @@ def _note(noun: bytes, key: bytes, value: bytes) -> bytes:
 
 
 def needle_plan(rng: random.Random, keys: int = 1, questions: int = 1, words: float = 0.0) -> Plan:
-    """A plan of ``keys`` key-value lines, the first ``questions`` of which are asked.
+    """Return a plan of ``keys`` key-value lines, the first ``questions`` of which are asked.
 
-    ``words`` is the share of values that are made-up words rather than numbers.
+    ``words``: share of values that are made-up words rather than numbers.
     """
     pairs = _keys(rng, keys)
     noun = rng.choice(NOUNS)
@@ -91,7 +91,7 @@ def needle_plan(rng: random.Random, keys: int = 1, questions: int = 1, words: fl
 
 
 def multivalue_plan(rng: random.Random, keys: int = 3, values: int = 3, questions: int = 1, words: float = 0.0) -> Plan:
-    """A plan of ``keys`` keys with ``values`` lines each; the first ``questions`` keys are asked for all their values, in order."""
+    """Return a plan of ``keys`` keys with ``values`` lines each; the first ``questions`` keys are asked for all their values, in order."""
     pairs = _keys(rng, keys)
     noun = rng.choice(NOUNS)
     groups, asked = [], []
@@ -103,7 +103,7 @@ def multivalue_plan(rng: random.Random, keys: int = 3, values: int = 3, question
 
 
 def multiquery_plan(rng: random.Random, keys: int = 8, asked: int = 3, questions: int = 1, words: float = 0.0) -> Plan:
-    """A plan of ``keys`` key-value lines; each of ``questions`` questions asks for ``asked`` keys of its own, which the answer names."""
+    """Return a plan of ``keys`` key-value lines; each of ``questions`` questions asks for ``asked`` other keys, which the answer names."""
     pairs = _keys(rng, keys)[:keys]
     noun = rng.choice(NOUNS)
     said = {key: _value(rng, words) for key in pairs}
@@ -118,9 +118,9 @@ def multiquery_plan(rng: random.Random, keys: int = 8, asked: int = 3, questions
 
 
 def tracking_plan(rng: random.Random, chains: int = 4, hops: int = 2, questions: int = 1) -> Plan:
-    """A plan of assignment chains (`a = 48213`, `b = a`, ...), asked from their last names.
+    """Return a plan of assignment chains (`a = 48213`, `b = a`, ...), asked from their last names.
 
-    The answer walks the chain back to its number, as in `# Trace: c = b = a = 48213`.
+    The answer follows the chain back to its number, as in `# Trace: c = b = a = 48213`.
     """
     names = _distinct(rng, chains * (hops + 1), word)
     groups, asked = [], []
@@ -132,7 +132,7 @@ def tracking_plan(rng: random.Random, chains: int = 4, hops: int = 2, questions:
 
 
 def counting_plan(rng: random.Random, words: int = 3, most: int = 8, questions: int = 1) -> Plan:
-    """A plan of marked words, each on one to `most` lines, whose lines are to be counted."""
+    """Return a plan of marked words, each on one to `most` lines; the questions ask how many lines mark a word."""
     groups, asked = [], []
     for name in _distinct(rng, words, word):
         times = rng.randint(1, most)
@@ -142,13 +142,13 @@ def counting_plan(rng: random.Random, words: int = 3, most: int = 8, questions: 
 
 
 def _listed(marker: bytes, items: list[bytes]) -> tuple[bytes, ...]:
-    """Lines that list some words each."""
+    """Return lines that list a few words each."""
     rows = (items[at : at + WORDS_A_LINE] for at in range(0, len(items), WORDS_A_LINE))
     return tuple(b"# %s: %s" % (marker, b", ".join(row)) for row in rows)
 
 
 def common_words_plan(rng: random.Random, few: int = 3, times: int = 8, others: int = 24) -> Plan:
-    """A plan of listed words: ``few`` of them ``times`` times each, ``others`` once; asked for the few, in order of appearance."""
+    """Return a plan of listed words: ``few`` of them ``times`` times each, ``others`` once; asked for the few, in order of appearance."""
     names = _distinct(rng, few + others, word)
     common = set(names[:few])
     bag = [*names[:few] * times, *names[few:]]
@@ -158,7 +158,7 @@ def common_words_plan(rng: random.Random, few: int = 3, times: int = 8, others: 
 
 
 def zeta_counts(total: int, alpha: float) -> list[int]:
-    """How often each of some words occurs among ``total``: in proportion to rank ** -alpha, and once at least."""
+    """Return how often each word occurs among ``total``: in proportion to rank ** -alpha, and at least once."""
     norm = sum(rank ** -alpha for rank in range(1, total + 1))
     counts: list[int] = []
     while sum(counts) < total:
@@ -168,9 +168,9 @@ def zeta_counts(total: int, alpha: float) -> list[int]:
 
 
 def frequent_words_plan(rng: random.Random, top: int = 3, total: int = 60, alpha: float = 2.0) -> Plan:
-    """A plan of ``total`` listed coded words by a zeta distribution, asked for the ``top`` most frequent, those that occur most first.
+    """Return a plan of ``total`` listed codes with a zeta distribution, asked for the ``top`` most frequent, most frequent first.
 
-    Fewer are asked where a rank is not clearly more frequent than the next.
+    Fewer are asked if a rank is not more frequent than the next.
     """
     counts = zeta_counts(total, alpha)
     clear = next((rank for rank, (more, less) in enumerate(zip(counts, [*counts[1:], 0], strict=True), 1) if more == less), len(counts))

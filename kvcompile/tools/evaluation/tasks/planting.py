@@ -1,6 +1,6 @@
-"""Planting: a plan's lines at random depths of real text, which is cut to what makes the whole exactly as long as asked.
+"""Planting: inserts a plan's lines at random depths of real text, which is cut so that the whole has exactly the requested length.
 
-A ``Writing`` says what prompts are made of: bytes, or the ids of a tokenizer. Lines stand on lines of their own in both.
+A ``Writing`` defines the units of prompts: bytes, or ids of a tokenizer. Planted lines are lines of their own in both.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ Filler = bytes | np.ndarray
 """Real text to hide statements in: bytes, or a uint8 array of shape (N,)."""
 
 SNAP = 160
-"""How far past the drawn place a line break is looked for, in bytes, to plant between whole lines."""
+"""Distance in bytes after a drawn offset within which a line break is looked for, to plant between whole lines."""
 
 Units = TypeVar("Units", bytes, tuple[int, ...])
 
 
 class Writing(Protocol[Units]):
-    """The units that prompts are made of (bytes, a tokenizer's ids), and how text becomes units."""
+    """Units of prompts (bytes, a tokenizer's ids), and the conversion of text to units."""
 
     unit: str
 
     def write(self, text: bytes) -> Units:
-        """A text in units."""
+        """Return a text in units."""
 
     def take(self, filler: Sequence[int] | np.ndarray, start: int, stop: int) -> Units:
-        """A part of the filler."""
+        """Return a part of the filler."""
 
     def join(self, pieces: Iterable[Units]) -> Units:
-        """Pieces one behind the other."""
+        """Return pieces joined."""
 
     def place(self, raw: Units, offset: int) -> int:
-        """The line break at or soon after an offset; the offset itself where there is none."""
+        """Return the index of the line break at or soon after an offset, or the offset if there is none."""
 
 
 class BytesWriting:
@@ -47,19 +47,19 @@ class BytesWriting:
     unit = "bytes"
 
     def write(self, text: bytes) -> bytes:
-        """The text itself."""
+        """Return the text unchanged."""
         return text
 
     def take(self, filler: Sequence[int] | np.ndarray, start: int, stop: int) -> bytes:
-        """A part of the filler."""
+        """Return a part of the filler."""
         return bytes(filler[start:stop])
 
     def join(self, pieces: Iterable[bytes]) -> bytes:
-        """Pieces one behind the other."""
+        """Return pieces joined."""
         return b"".join(pieces)
 
     def place(self, raw: bytes, offset: int) -> int:
-        """The next line break within reach, else the offset."""
+        """Return the index of the next line break within ``SNAP``, or the offset if there is none."""
         end = raw.find(b"\n", offset, offset + SNAP)
         return offset if end < 0 else end
 
@@ -68,12 +68,12 @@ BYTES = BytesWriting()
 
 
 def cut(rng: random.Random, filler: Filler, length: int) -> bytes:
-    """A random piece of `length` bytes of the filler, repeated where the filler is shorter."""
+    """Return a random piece of `length` bytes of the filler, repeated if the filler is shorter."""
     return piece(BYTES, rng, filler, length)
 
 
 def piece(writing: Writing[Units], rng: random.Random, filler: Sequence[int] | np.ndarray, length: int) -> Units:
-    """A random piece of ``length`` units of the filler, repeated where the filler is shorter."""
+    """Return a random piece of ``length`` units of the filler, repeated if the filler is shorter. Raises QuestionTooLong for no filler."""
     if not len(filler):
         raise QuestionTooLong(needed=length, unit=f"{writing.unit} of filler text", found=0, todo="pass --data with more text")
     start = rng.randrange(max(1, len(filler) - length + 1))
@@ -86,10 +86,10 @@ def piece(writing: Writing[Units], rng: random.Random, filler: Sequence[int] | n
 
 
 def plant(rng: random.Random, plan: Plan, filler: Filler, length: int, depth: float | None = None) -> tuple[bytes, float]:
-    """Filler with the plan's lines in it, exactly `length` bytes, and group 0's first depth.
+    """Return filler with the plan's lines in it, exactly `length` bytes, and the depth of the first line of group 0.
 
-    Places are uniform over the text; `depth` says which share of the filler stands before the first line of group 0 instead, whose
-    other lines then lie uniformly behind it.
+    Lines are placed uniformly over the text; with `depth`, the first line of group 0 comes after that share of the filler, and the group's
+    other lines uniformly after it. Raises QuestionTooLong.
     """
     return planted(BYTES, rng, plan, filler, length, depth)
 
@@ -97,7 +97,7 @@ def plant(rng: random.Random, plan: Plan, filler: Filler, length: int, depth: fl
 def planted(
     writing: Writing[Units], rng: random.Random, plan: Plan, filler: Sequence[int] | np.ndarray, length: int, depth: float | None = None,
 ) -> tuple[Units, float]:
-    """``plant`` in the units of a writing."""
+    """Return the result of ``plant`` in the units of a writing."""
     lines = [[writing.write(b"\n" + line + b"\n") for line in group] for group in plan.groups]
     needed = sum(len(line) for group in lines for line in group)
     room = length - needed
@@ -124,5 +124,5 @@ def planted(
 
 
 def _behind(start: int, offsets: list[int], room: int) -> list[int]:
-    """``start``, and offsets in 0 to ``room`` brought into the room behind it."""
+    """Return ``start``, followed by offsets from 0 to ``room`` rescaled to ``start`` to ``room``."""
     return [start, *(start + offset * (room - start) // max(1, room) for offset in offsets)]

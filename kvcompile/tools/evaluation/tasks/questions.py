@@ -1,9 +1,9 @@
 """Tasks by name, and their questions: the seven kinds of RULER, and tinylm's counts of lines.
 
-    needle       one key-value line                       multikey     many keys, similar ones, one asked
+    needle       one key-value line                       multikey     many similar keys, one asked
     multivalue   a key with several values, all asked     multiquery   several keys asked in one question
-    variable     a chain of assignments walked back       common       the words that are listed most often
-    frequent     coded words by a zeta distribution, the most frequent      counts   how many lines mark a word
+    variable     a chain of assignments followed back     common       the words that are listed most often
+    frequent     codes by a zeta distribution, the most frequent        counts       how many lines mark a word
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvcompile.tools.evaluation.tasks.planting import BYTES, Filler, Units, Writ
 class Example:
     """One question: `prompt_bytes` ends where `answer_bytes` (with its line break) begins.
 
-    `depth` is where in the prompt the first statement that matters stands (0 start, 1 end).
+    `depth`: position in the prompt of the first statement asked about (0 start, 1 end).
     """
 
     task: str
@@ -43,7 +43,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Posed(Generic[Units]):
-    """One question in units: the prompt, the answer with its line break, and the depth of the first statement that matters."""
+    """One question in units: the prompt, the answer with its line break, and the depth of the first statement asked about."""
 
     prompt: Units
     answer: bytes
@@ -54,8 +54,8 @@ class Posed(Generic[Units]):
 class Task:
     """A kind of question.
 
-    ``plan``: makes a plan for a prompt of some bytes, fewer statements where they do not fit. ``parts``: the items of an answer, which
-    are scored one by one. ``ordered``: whether their order counts.
+    ``plan``: returns a plan for a prompt of some bytes, with fewer statements if they do not fit.
+    ``parts``: returns the items of an answer, which are scored one by one. ``ordered``: whether their order counts.
     """
 
     plan: Callable[..., Plan]
@@ -132,17 +132,17 @@ RULER = ("needle", "multikey", "multivalue", "multiquery", "variable", "common",
 """The seven kinds that the sources report."""
 
 KEYED = ("multikey", "multiquery")
-"""Tasks whose plans take the number of keys that share their halves."""
+"""Tasks whose plans take the number of keys that share a half."""
 
 
 def posed(
     task: str, number: int, length: int, writing: Writing[Units], filler: Sequence[int] | np.ndarray, *, seed: int = 0,
     depth: float | None = None, room: int | None = None, **options: Any,
 ) -> Posed[Units]:
-    """Question ``number`` of a task, whose prompt is exactly ``length`` units.
+    """Return question ``number`` of a task, with a prompt of exactly ``length`` units.
 
-    Equal arguments give equal questions on every machine, and other depths the same statements elsewhere. ``room``: bytes of a prompt
-    that statements are made for (default: its length). ``depth`` and ``options`` as in ``plant`` and the task's plan.
+    Equal arguments give equal questions on every machine; another depth moves the same statements.
+    ``room``: bytes of a prompt that statements may fill (None: ``length``). ``depth``, ``options``: as in ``plant`` and the task's plan.
     """
     rng = random.Random(f"{task}:{seed}:{length}:{number}")
     plan = TASKS[task].plan(rng, length if room is None else room, **options)
@@ -155,9 +155,9 @@ def posed(
 def examples(
     task: str, count: int, context: int, filler: Filler, *, seed: int = 0, depth: float | None = None, **options: Any
 ) -> list[Example]:
-    """`count` questions of a task (a key of TASKS), all with prompts of `context` bytes; `options` go to the task's plan.
+    """Return `count` questions of a task (a key of TASKS), all with prompts of `context` bytes; `options` are those of the task's plan.
 
-    With equal arguments they are the same on every machine.
+    Equal arguments give equal questions on every machine.
     """
     made = (posed(task, number, context, BYTES, filler, seed=seed, depth=depth, **options) for number in range(count))
     return [Example(task, item.prompt, item.answer, item.depth) for item in made]
