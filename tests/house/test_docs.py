@@ -1,7 +1,8 @@
-"""Documents name files that exist: the walk through the architecture, each once, and the contributors' guide."""
+"""Documents name files that exist: the architecture, each once, the contributors' guide, and the glossary with its definitions."""
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -26,7 +27,7 @@ def exists(place: str) -> bool:
     return any(next(folder.glob(place), None) is not None for folder in (ROOT, PACKAGE))
 
 
-@pytest.mark.parametrize("name", ["docs/ARCHITECTURE.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("name", ["docs/ARCHITECTURE.md", "docs/GLOSSARY.md", "CONTRIBUTING.md"])
 def test_files_that_are_named_exist(name: str) -> None:
     named = places((ROOT / name).read_text())
     missing = [place for place in named if not exists(place)]
@@ -38,3 +39,28 @@ def test_a_site_meets_no_file_twice() -> None:
     rows = re.findall(r"^\| `([\w/.]+)` \|", text, re.MULTILINE)
     assert len(rows) > 30 and len(rows) == len(set(rows))
     assert len(text.splitlines()) <= 120
+
+
+def defined(module: Path) -> set[str]:
+    """Return the names that a module defines at its top level; none if there is no such module."""
+    names = set[str]()
+    if not module.is_file():
+        return names
+    for node in ast.parse(module.read_text()).body:
+        targets = node.targets if isinstance(node, ast.Assign) else [node]
+        names |= {getattr(target, "name", getattr(target, "id", "")) for target in targets}
+    return names
+
+
+def test_the_glossary_says_where_each_word_is_defined() -> None:
+    text = (ROOT / "docs/GLOSSARY.md").read_text()
+    rows = re.findall(r"^\| \*\*([\w ]+)\*\* \| ([^|]+)\. \| `([\w/.]+)`: `(\w+)` \|$", text, re.MULTILINE)
+    words = [word for word, _, _, _ in rows]
+    assert len(rows) == text.count("| **") and words == sorted(set(words)) and 25 <= len(words) <= 40
+    assert not [word for word, meaning, _, _ in rows if ". " in meaning]
+    missing = [f"{word}: {module} {name}" for word, _, module, name in rows if name not in defined(PACKAGE / module)]
+    assert not missing
+
+
+def test_guides_link_the_glossary() -> None:
+    assert "GLOSSARY.md" in (ROOT / "docs/ARCHITECTURE.md").read_text() and "docs/GLOSSARY.md" in (ROOT / "CONTRIBUTING.md").read_text()
