@@ -68,7 +68,7 @@ def last(monkeypatch: pytest.MonkeyPatch) -> None:
             super().__init__(mode)
             _LAST = self
 
-    monkeypatch.setattr(capturing, "Memo", Kept)
+    monkeypatch.setattr(capturing, "TraceCache", Kept)
 
 
 def _text(module: fx.GraphModule) -> list[str]:
