@@ -1,7 +1,7 @@
-"""Match: compose the recognisers into sites, and turn every near miss into a refusal that teaches.
+"""Match: find every attention over a KV cache in a captured graph; every near miss becomes a refusal with a reason and advice.
 
-write x layout x grouping x attention x mask are recognised on their own and composed here; a site is
-only a site if nobody but its attentions reads the cache.
+Writes, cache layouts, head grouping, attentions and masks have recognisers of their own, whose results are composed here into sites. A
+cache that anything but its attentions reads makes no site.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ ATTENTIONS: tuple[Callable[[fx.Node], Attention | None], ...] = (
     softmax.recognise,
     packed.recognise,
 )
-"""The ways attention is spelled; adding one is a file and a line here."""
+"""Recognisers of attention, one for each spelling; a new spelling is a module and a line here."""
 
 
 @dataclass(frozen=True)
 class Matched:
-    """All sites of a graph, all refusals, and how many attentions have no cache at all."""
+    """The result of matching a graph: its sites, its refusals, and how many attentions read no cache (``uncached``)."""
 
     sites: tuple[Site, ...]
     refusals: tuple[Refusal, ...]
@@ -54,7 +54,7 @@ class Matched:
 
 
 def refuse(miss: Miss, node: fx.Node, nearest: str = "", stage: Stage = Stage.MATCH, advice: str = "") -> Refusal:
-    """A refusal value from a miss at ``node``."""
+    """Return the refusal of a miss at ``node``, with the source line of the first node of (node, evidence) that has one."""
     where = next((item for item in (node, *miss.evidence) if item.meta.get("stack_trace")), node)
     return Refusal(
         stage, miss.reason, source_line(where), module_path(where), nearest, miss.advice or advice,
@@ -63,7 +63,7 @@ def refuse(miss: Miss, node: fx.Node, nearest: str = "", stage: Stage = Stage.MA
 
 
 def _heads(attention: Attention, batch: int) -> int:
-    """Query heads, from the roles of the query operand."""
+    """Return the number of query heads, from the sizes and roles of the query operand."""
     shape = sizes(attention.q)
     count = attention.folded
     for role, size in zip(attention.q_roles, shape, strict=True):
@@ -73,17 +73,17 @@ def _heads(attention: Attention, batch: int) -> int:
 
 
 def _with_tiles(key: Slot, value: Slot, heads: int) -> Slot:
-    """The value slot with its heads as tiles of the key slot's, where it has fewer: key head k goes with value head k % K."""
+    """Return the value slot, with ``tiles`` set if it has fewer heads than the keys: key head k goes with value head k % value.heads."""
     tiles, rest = divmod(key.heads, value.heads)
     plain = key.tiles == 1 and not key.tiled and not rest and tiles > 1
-    # Repeated once for each query head, tiles are all there is; one head is every tile.
+    # Without groups the tiled values are tiles alone; a single head is the same in every order.
     if plain and (value.tiles == tiles or (value.tiled and heads == key.heads) or (value.heads == 1 and value.tiles == 1)):
         return replace(value, tiled=False, tiles=tiles)
     return value
 
 
 def _check_tiles(attention: Attention, key: Slot, value: Slot) -> None:
-    """Raise Miss where heads are repeated in an order, or beside something, for which nothing is emitted."""
+    """Raise Miss where heads are tiled in different orders, or tiled over learned tokens, a sliding window or a paged cache."""
     if key.tiles == value.tiles == 1:
         return
     if key.tiles > 1 or key.heads != value.heads * value.tiles:
@@ -99,7 +99,7 @@ def _check_tiles(attention: Attention, key: Slot, value: Slot) -> None:
 
 
 def _check_pair(attention: Attention, key: Slot, value: Slot) -> tuple[int, int]:
-    """(query heads, group size) of a site whose key and value slots must agree."""
+    """Return (query heads, query heads per kv head) of a site; raise Miss where its key and value slots do not agree."""
     if key.kind.facts.written != value.kind.facts.written:
         unwritten = value if key.kind.facts.written else key
         what = "keys" if unwritten is key else "values"
@@ -136,7 +136,7 @@ def _check_pair(attention: Attention, key: Slot, value: Slot) -> tuple[int, int]
 
 
 def _overlap(key: Axes, value: Axes) -> bool:
-    """Whether two parts of one cache tensor have entries in common."""
+    """Return whether two parts of one cache tensor have entries in common."""
     places = [(dict(axes.select), dict(axes.counts)) for axes in (key, value)]
     (one, some), (other, more) = places
     apart = [
@@ -146,7 +146,7 @@ def _overlap(key: Axes, value: Axes) -> bool:
 
 
 def _alike(key: SlidingCache | None, value: SlidingCache | None) -> bool:
-    """Whether keys and values keep the same newest tokens."""
+    """Return whether the key and the value cache slide in the same way; None is a cache that does not slide."""
     if key is None or value is None:
         return key is value
     return key.slots == value.slots and all(
@@ -156,7 +156,7 @@ def _alike(key: SlidingCache | None, value: SlidingCache | None) -> bool:
 
 
 def _check_assembly(attention: Attention, assembly: Assembly) -> tuple[int, int]:
-    """(query heads, queries a head that the attention spells) of a site whose keys and values are made from its slots."""
+    """Return (query heads, query heads per kv head in its operands) of an attention over an assembly; raises Miss where slots differ."""
     found = [slot for slot in assembly.slots if slot is not None]
     for fact, of in (
         ("cached in different ways", lambda slot: slot.kind), ("caches of different batch sizes", lambda slot: hint(slot.batch)),
@@ -178,7 +178,10 @@ def _check_assembly(attention: Attention, assembly: Assembly) -> tuple[int, int]
 
 
 def _plain(attention: Attention, effects: Effects) -> tuple[Attention, tuple[Slot, Slot], tuple[int, int]]:
-    """The attention, its key and value slot, and (query heads, group size), where keys and values are what is cached."""
+    """Return (attention, (key slot, value slot), (query heads, group size)) where keys and values are plain views of caches.
+
+    A factor of the cached keys moves into the attention's scale. Raises Miss, or NoCache where an operand reads no cache.
+    """
     if attention.beside is not None:
         raise Miss(
             "the scores are a sum of two products, of which not both are with what is cached", attention.beside.k,
@@ -202,6 +205,7 @@ def _plain(attention: Attention, effects: Effects) -> tuple[Attention, tuple[Slo
 
 
 def _compose(attention: Attention, parts: memories.Parts | None, effects: Effects, index: int) -> Site:
+    """Return the site of one reading of an attention; raises Miss, or NoCache where it reads no cache."""
     soundness.private(attention, effects)
     attention = memories.apart(attention, parts, effects)
     soundness.unchanged_operands(attention, effects)
@@ -236,7 +240,10 @@ def _compose(attention: Attention, parts: memories.Parts | None, effects: Effect
 
 
 def _best(attention: Attention, parts: memories.Parts | None, effects: Effects, index: int) -> Site:
-    """The site of the reading that fits: as many query tokens as are written, and a mask that the roles explain."""
+    """Return the site of the reading of an attention that fits best; raises the first reading's Miss where none fits.
+
+    Best: as many query tokens as written tokens, then the fewest mask tensors carried along, then the first.
+    """
     found: list[tuple[bool, int, int, Site]] = []
     missed: list[Miss] = []
     for place, reading in enumerate((attention, *attention.others)):
@@ -254,7 +261,7 @@ def _best(attention: Attention, parts: memories.Parts | None, effects: Effects, 
 
 
 def _tiled(attention: Attention) -> Attention:
-    """Return the attention where query head h = g * K + k: its dim of heads holds the groups first."""
+    """Return the attention with head dims read as groups, then kv heads: query head h = g * K + k."""
     turned = lambda roles: tuple({"H": "GK", "BH": "BGK"}.get(role, role) for role in roles)  # noqa: E731
     masked = lambda terms: tuple(replace(term, roles=turned(term.roles)) for term in terms)  # noqa: E731
     memory = attention.memory
@@ -266,7 +273,7 @@ def _tiled(attention: Attention) -> Attention:
 
 
 def _sole_readers(sites: list[Site], effects: Effects) -> dict[Site, Miss]:
-    """The sites whose cache is read by something else than the sites themselves."""
+    """Return the sites whose cache has other readers, is read in two ways or only in part, or is returned in part, each with its Miss."""
     by_root: dict[fx.Node, list[Site]] = defaultdict(list)
     for site in sites:
         for slot in site.slots:
@@ -281,7 +288,7 @@ def _sole_readers(sites: list[Site], effects: Effects) -> dict[Site, Miss]:
         slots_here = [slot for site in users for slot in site.slots if slot.root is root]
         allowed |= {node for slot in slots_here for node in (slot.write.node, *slot.write.via)}
         allowed.add(effects.output)
-        # Where keys are scaled or made on their way, what comes of it counts as the cache too.
+        # Keys that are scaled or projected after the read carry cached values: their readers count too.
         family = effects.family(root)
         copies = {node for slot in slots_here for node in slot.path}
         copies |= {node for site in users if site.assembly is not None for node in site.assembly.between}
@@ -318,7 +325,7 @@ def _sole_readers(sites: list[Site], effects: Effects) -> dict[Site, Miss]:
 
 
 def _left_over(root: fx.Node, read: list[Slot]) -> Miss | None:
-    """Why a cache tensor cannot be stored where no attention reads some of it: that would be lost."""
+    """Return the Miss of a cache tensor some of whose entries no attention reads (a store would lose them); None if all are read."""
     parts = {slot.axes.select: slot for slot in read if slot.axes.select and slot.sliding is None}
     tokens = {
         at: rows_held(slot) * hint(slot.capacity) if slot.block_table is None else slot.axes.room(sizes(root))
@@ -334,13 +341,14 @@ def _left_over(root: fx.Node, read: list[Slot]) -> Miss | None:
 
 
 def _other_rows(root: fx.Node, read: list[Slot]) -> Miss | None:
-    """Why a cache tensor cannot be stored where a call's attentions read different rows of it."""
+    """Return the Miss of a cache tensor whose attentions in one call read different batch rows; None if the rows agree."""
     if all(same_rows(read[0], slot) for slot in read[1:]):
         return None
     return Miss("attentions of one call read different rows of one cache", root, advice="read the same rows of it everywhere")
 
 
 def _extra(site: Site, root: fx.Node, users: list[Site], effects: Effects) -> dict[Site, Miss]:
+    """Return a site's Miss where a view of the cache is returned, the past has another reader, or different masks share one write."""
     slot = next(slot for slot in site.slots if slot.root is root)
     returned = effects.outputs_of(effects.family(root) if slot.sliding is None else slot.sliding.chain)
     if set(returned) - set(slot.outputs):
@@ -359,7 +367,7 @@ def _extra(site: Site, root: fx.Node, users: list[Site], effects: Effects) -> di
 
 
 def _filled_elsewhere(sites: list[Site], captured: Captured) -> dict[Site, Miss]:
-    """The sites that only read tensors which no compiled call has filled: another writer may come back to them at any time."""
+    """Return the sites that only read a cache which no compiled call has filled (other code may write to it again), each with its Miss."""
     filled = {entry.node for entry in captured.inputs if entry.compressed or entry.returned}
     return {
         site: Miss(
@@ -372,13 +380,13 @@ def _filled_elsewhere(sites: list[Site], captured: Captured) -> dict[Site, Miss]
 
 
 def _over_weights(attention: Attention, captured: Captured) -> bool:
-    """Whether an attention's keys and values are views of parameters: learned prompts, say, which are no cache."""
+    """Return whether an attention's keys and values are both views of parameters (learned prompts, say) rather than of a cache."""
     learned = {entry.node for entry in captured.inputs if entry.learned}
     return bool(learned) and all(trace(item, lambda node: False, scales=True).base in learned for item in (attention.k, attention.v))
 
 
 def _borrowed(sites: list[Site], captured: Captured) -> dict[Site, Miss]:
-    """The sites whose cache is written in place in memory that another tensor owns: that memory cannot be freed."""
+    """Return the sites that write a cache in place in memory that no tensor owns alone (it cannot be freed), each with its Miss."""
     borrowed = {entry.node for entry in captured.inputs if not entry.owned}
     return {
         site: Miss(
@@ -408,7 +416,7 @@ def _unrecognised(product: fx.Node) -> Miss:
 
 
 def failed(error: Exception) -> Miss:
-    """The refusal of a site at which a recogniser of ours raised."""
+    """Return the Miss of an attention at which a recogniser raised ``error``."""
     first = next(iter(str(error).splitlines()), "")
     return Miss(
         f"it could not be analysed: {type(error).__name__}: {first}",
@@ -417,7 +425,7 @@ def failed(error: Exception) -> Miss:
 
 
 def match(captured: Captured) -> Matched:
-    """All sites and refusals of a captured graph; a site is one only if it is the same in every world of the graph's sizes."""
+    """Return all sites and refusals of a captured graph; a site must be the same in every world of the graph's sizes (``graph.worlds``)."""
     parted = memories.part(captured, ATTENTIONS)
     effects = analyse(captured.graph)
     first, *others = in_every_world(captured.graph, lambda: _matched(captured, parted, effects))
@@ -435,7 +443,7 @@ def match(captured: Captured) -> Matched:
 
 
 def _matched(captured: Captured, parted: Mapping[fx.Node, memories.Parts], effects: Effects) -> Matched:
-    """All sites and refusals of a captured graph as they are in the current world."""
+    """Return all sites and refusals of a captured graph, with symbolic sizes as they are in the current world."""
     sites: list[Site] = []
     missed: list[tuple[fx.Node, Refusal]] = []
     uncached = 0
@@ -465,11 +473,11 @@ def _matched(captured: Captured, parted: Mapping[fx.Node, memories.Parts], effec
                 else:
                     uncached += 1
             except Exception as error:
-                # A graph that nobody foresaw: this attention stays as it is, the program runs.
+                # An unforeseen graph: this attention is not rewritten, and the program still runs.
                 log.debug("a recogniser failed at %s", node.format_node(), exc_info=True)
                 spoken.add(node)
                 missed.append((node, refuse(failed(error), node, recognise.__module__.rpartition(".")[2])))
-    # A softmax inside of a larger one (weights that are masked and divided by their sum again) is part of that one's attention.
+    # A softmax inside another one (masked weights, divided by their sum again) belongs to the outer attention.
     inside = {node for site in sites for node in site.attention.nodes}
     refusals = [refusal for node, refusal in missed if node not in inside]
     spoken |= {node for site in sites if site.assembly is not None for node in site.assembly.between}

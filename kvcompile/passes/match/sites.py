@@ -1,4 +1,4 @@
-"""Records that matching produces: attentions, slots, writes, masks, sites, and refusals. Values only, no logic."""
+"""Records that matching produces: attentions, slots, writes, masks, sites and refusals. Values only, no logic."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class MaskKind(enum.Enum):
 
 
 class Stage(enum.Enum):
-    """Where in the pipeline a site was refused."""
+    """The stage of the pipeline at which a site was refused."""
 
     CAPTURE = "capture"
     MATCH = "match"
@@ -36,24 +36,24 @@ class Stage(enum.Enum):
 
 @dataclass(frozen=True)
 class MaskTerm:
-    """One mask operand, its effect, and the role of each of its dims ('' for a dim that only broadcasts)."""
+    """A mask term: one mask operand, its effect on the scores, and the role of each of its dims ('' for a dim that broadcasts)."""
 
     node: fx.Node
     kind: MaskKind
     roles: tuple[str, ...]
     factor: float = 1.0
-    """What a term that is added is multiplied with first: -1 where it is subtracted."""
+    """Factor of an added term: -1 where the model subtracts it."""
     dtype: torch.dtype = torch.float32
-    """The dtype in which a term is added: only its lowest number, and minus infinity, hide a token whatever the scores are."""
+    """Dtype in which a term is added: only the lowest number of it, or minus infinity, hides a token whatever its score is."""
     fill: float = -math.inf
-    """What the scores that a term excludes are replaced by."""
+    """Score that an excluding term puts in place of the excluded scores."""
     hides: bool = True
-    """Whether a term that ``Bounds`` carries may hide some of the cached tokens; a bias, or a term that is one for all tokens, does not."""
+    """Whether a term that ``Bounds`` carries may hide cached tokens; a bias, or a term without a dim of tokens, does not."""
 
 
 @dataclass(frozen=True)
 class SecondProduct:
-    """A second product of queries and keys, over channels of its own, whose scores are added times ``factor`` to the first's."""
+    """A second product of queries and keys, over channels of its own: its scores times ``factor`` are added to the first product's."""
 
     q: fx.Node
     q_roles: tuple[str, ...]
@@ -64,7 +64,7 @@ class SecondProduct:
 
 @dataclass(frozen=True)
 class Factor:
-    """A value that all scores are multiplied with, or divided by: a symbolic float, or a tensor of one element, known in a call only."""
+    """A factor (or divisor) of all scores that only a call knows: a symbolic float, or a tensor of one element."""
 
     node: fx.Node
     divides: bool = False
@@ -72,9 +72,10 @@ class Factor:
 
 @dataclass(frozen=True)
 class MemoryTokens:
-    """Learned tokens that an attention reads ahead of the cached ones: keys and values, and what masks them.
+    """Memory: ``count`` learned tokens that an attention reads before the cached ones, with their keys, values and masks.
 
-    ``roles``: those of the dims of both. ``joins``: where each stands ahead of what is cached, keys first.
+    ``joins``: the concatenations that prepend them to the cached keys and to the cached values. ``roles``: the roles of the dims of the
+    learned keys and of the learned values.
     """
 
     keys: fx.Node
@@ -87,9 +88,10 @@ class MemoryTokens:
 
 @dataclass(frozen=True)
 class Zeroed:
-    """Weights set to zero behind the softmax, where ``term`` hides them.
+    """A mask of weights: the softmax's weights that ``term`` hides are set to zero.
 
-    ``statistics``: the masked scores and the weights, each with its dims' roles: what tells from these where a query sees nothing.
+    ``statistics``: the masked scores and the weights, each with the roles of its dims; a mask of queries that see no token may be computed
+    from these.
     """
 
     term: MaskTerm
@@ -98,11 +100,10 @@ class Zeroed:
 
 @dataclass(frozen=True)
 class Attention:
-    """One attention, whatever spelled it: operands with the role of every dim.
+    """One attention in any spelling: its operands, with the role of every dim, and its result.
 
-    Roles: B batch, H query heads, K kv heads, G queries a kv head, S new tokens, T cached tokens, D channels;
-    several letters in one role are one flattened dim (BH). ``others`` are other readings of the same attention,
-    with other roles, for where the roles cannot be told from the attention alone.
+    Roles: B batch, H query heads, K kv heads, G query heads per kv head, S new tokens, T cached tokens, D channels; several letters are one
+    flattened dim (BH). ``others``: further readings of the same attention with other roles, where the attention alone does not decide them.
     """
 
     idiom: str
@@ -122,48 +123,48 @@ class Attention:
     sinks: fx.Node | None = None
     sink_roles: tuple[str, ...] = ()
     folded: int = 1
-    """Query heads that are flattened into the dim of the new tokens."""
+    """How many query heads are flattened into the dim of new tokens; 1 if none."""
     beside: SecondProduct | None = None
-    """More channels of queries and keys: the rotary part, where the author multiplies it apart from the latent."""
+    """A second product over further channels of queries and keys: the rotary part, where a model multiplies it apart from the latent."""
     zeroed: tuple[Zeroed, ...] = ()
-    """What was set to zero behind the softmax: nothing that a query sees, once ``match`` has looked."""
+    """Masks of the softmax's weights; empty once ``match`` has checked that they change nothing a query sees."""
     rounding: float = 0.0
-    """How much an epsilon in the model's own division changes, as a share of the result: less than its dtype's rounding."""
+    """Relative change of the result by an epsilon in the model's own division, below the rounding of its dtype; 0 without one."""
     factors: tuple[Factor, ...] = ()
-    """What the scores are multiplied with beside ``scale``, ahead of softcap and masks: the queries are, in the rewritten graph."""
+    """Further factors of the scores, before softcap and masks; the rewritten graph multiplies the queries with them."""
     log_sums: fx.Node | None = None
-    """The log of each query's sum of exponentials, sinks among them, where something else reads it: a second result."""
+    """The node of each query's log-sum of exponentials (sinks included) if something else reads it: a second result; else None."""
     log_sum_roles: tuple[str, ...] = ()
     memory: MemoryTokens | None = None
-    """Learned tokens ahead of the cached ones; keys, values and masks are then those of the cached ones alone."""
+    """Learned tokens before the cached ones; k, v and masks are then those of the cached tokens alone."""
     others: tuple[Attention, ...] = field(default=(), repr=False)
 
     @property
     def gives_log_sums(self) -> bool:
-        """Whether the attention over the cached tokens has to give its log-sums: something reads them, or it is merged with another."""
+        """Whether attention over the cached tokens must return log-sums: something reads them, or learned tokens are merged."""
         return self.log_sums is not None or self.memory is not None
 
     @property
     def results(self) -> tuple[fx.Node, ...]:
-        """The nodes that something else reads: the output, and the log-sums where they are read."""
+        """The nodes that the rest of the graph reads: the output, and the log-sums if they are read."""
         return (self.output,) if self.log_sums is None else (self.output, self.log_sums)
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where new tokens go: an index tensor [S] or [B, S], the offset of the first token, or behind the past."""
+    """Where new tokens go: to positions of a tensor ([S], or [B, S] with ``rows``), to an offset and after, or to the end of ``past``."""
 
     index: fx.Node | None = None
     rows: bool = False
     offset: fx.Node | int = 0
     past: fx.Node | None = None
     roles: tuple[str, ...] = ()
-    """Roles of the index's dims where it has others than [S], [B] or [B, S]."""
+    """Roles of the index's dims where its shape is none of [S], [B] and [B, S]."""
 
 
 @dataclass(frozen=True)
 class FirstRows:
-    """The first ``count`` rows, an int or a SymInt, along ``dim`` of a cache tensor that has more: those of a largest batch."""
+    """The first ``count`` rows (an int or a SymInt) along ``dim`` of a cache tensor made for a larger batch."""
 
     dim: int
     count: Any = field(compare=False)
@@ -171,10 +172,10 @@ class FirstRows:
 
 @dataclass(frozen=True)
 class Write:
-    """One write into a cache tensor; ``dims[i]`` is the root's dim that dim ``i`` of what is written runs along.
+    """One write of ``count`` new tokens (an int or a SymInt) into a cache tensor.
 
-    ``values`` may broadcast to what is written: fewer dims on the left, dims of size one. ``count`` is how many
-    tokens are written, an int or a SymInt.
+    ``dims[i]`` is the dim of ``root`` along which dim i of the written part runs. ``values`` may broadcast to that part: fewer dims on the
+    left, dims of size one.
     """
 
     idiom: str
@@ -187,32 +188,31 @@ class Write:
     count: Any = field(compare=False)
     select: tuple[tuple[int, int], ...] = ()
     row_dim: int | None = None
-    """The root's dim whose entries have positions of their own."""
+    """The dim of the root whose entries have positions of their own: that of batch rows; None where all share them."""
     via: tuple[fx.Node, ...] = ()
-    """Nodes that make the new cache out of the old one before the write; they are gone with it."""
+    """Nodes that make the new cache from the old one before the write; the rewritten graph drops them with it."""
     places: Places | None = None
-    """The slot mapping that a paged cache is written by; the position then says nothing."""
+    """The slot mapping of a write to a paged cache; ``position`` is then empty."""
     anchor: fx.Node | None = None
-    """Where the tokens are written in the rewritten graph: ahead of this node, else of ``node``."""
+    """The node before which the rewritten graph writes; None: before ``node``."""
     late: bool = False
-    """Whether the attention reads what was there before: the new tokens are read in the next call."""
+    """Whether the attention reads the cache before the write, and the next call is the first to read the new tokens."""
     first_rows: FirstRows | None = None
-    """The rows that are written, where the cache has more that keep what they hold."""
+    """The rows that are written where the cache has more, which keep their values; None: all rows."""
 
     @property
     def at(self) -> fx.Node:
-        """The node ahead of which the rewritten graph writes."""
+        """The node before which the rewritten graph writes."""
         return self.anchor if self.anchor is not None else self.node
 
 
 @dataclass(frozen=True)
 class SlidingCache:
-    """A sliding window: the tokens that a cache keeps of those that were written.
+    """A sliding window: the cache keeps only the newest of the tokens that were written.
 
-    The graph lines tokens up: some of the past, then the new ones. Attention reads the line's last ``past`` + new
-    tokens, the cache keeps its last ``keep``. Encoded, the token at position p lies in slot p % ``slots``, so that
-    nothing ever moves. ``end``: where the past that is lined up ends among the tokens that the cache tensor shows;
-    None where nothing of it is lined up, and what the cache held before is gone.
+    The graph joins part of the past and the new tokens into one sequence. Attention reads its last ``past`` + new tokens, the cache keeps
+    its last ``keep``. A store puts the token at position p into slot p % ``slots``, so that no token ever moves. ``end``: the index in the
+    cache tensor of the token after the joined part of the past; None where no past is joined and the new tokens replace the whole cache.
     """
 
     slots: int
@@ -223,44 +223,44 @@ class SlidingCache:
 
     @property
     def refilled(self) -> bool:
-        """Whether attention reads the new tokens alone and the cache is filled anew."""
+        """Whether attention reads the new tokens alone, and these replace the whole cache."""
         return self.end is None
 
 
 @dataclass(frozen=True)
 class Axes:
-    """The labels of a cache tensor's dims: per dim the roles it holds, () where one index is selected."""
+    """The layout of a cache tensor: for each dim the roles that it holds, () for a dim with a single selected index."""
 
     labels: tuple[tuple[str, ...], ...]
     select: tuple[tuple[int, int], ...] = ()
     counts: tuple[tuple[int, int], ...] = ()
-    """(dim, how many) of dims that hold more heads or channels than these: they begin at the dim's index in ``select``."""
+    """(dim, count) of the dims that hold more heads or channels than this slot's, which begin at the dim's index in ``select``."""
     paged: bool = False
-    """Whether attention gathers tokens by a block table: the dims of tokens together are then one row of slots."""
+    """Whether attention gathers tokens by a block table; the dims of tokens together then number the pool's slots."""
 
     @property
     def token_dim(self) -> int:
-        """The dim that tokens run along, the first one of a paged cache."""
+        """The dim of tokens; of a paged cache, the first of them."""
         return self.labels.index(("T",))
 
     @property
     def batch_dim(self) -> int | None:
-        """The dim of the batch rows and nothing else; None where there is none."""
+        """The dim that holds batch rows and nothing else; None without one."""
         return self.labels.index(("B",)) if ("B",) in self.labels else None
 
     @property
     def token_dims(self) -> tuple[int, ...]:
-        """The dims that tokens run along: one, or all those of a paged cache."""
+        """All dims of tokens: one, or several of a paged cache."""
         return tuple(dim for dim, label in enumerate(self.labels) if label == ("T",))
 
     def room(self, shape: Sequence[Any]) -> Any:
-        """Count the tokens that a tensor of ``shape`` has slots for."""
+        """Return how many tokens a cache tensor of ``shape`` has room for."""
         return math.prod(shape[dim] for dim in self.token_dims)
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One cache slot (keys or values of one attention) as the graph sees it."""
+    """A slot: the keys, or the values, that one attention reads from a cache tensor, with their layout and their write."""
 
     kind: SlotKind
     root: fx.Node
@@ -272,26 +272,26 @@ class Slot:
     heads: int = 0
     head_dim: int = 0
     batch: Any = field(default=0, compare=False)
-    """Rows, an int or a SymInt."""
+    """Batch rows, an int or a SymInt."""
     capacity: Any = field(default=0, compare=False)
-    """Places for tokens, an int or a SymInt."""
+    """Tokens that fit, an int or a SymInt."""
     factor: float = 1.0
-    """What the attention multiplies the cached values with, after it reads them."""
+    """The number that the graph multiplies the slot's channels with after it reads them."""
     tiled: bool = False
-    """Whether query head h reads kv head h % K (heads repeated as a whole) rather than h // G."""
+    """Whether query head h reads kv head h % K (heads are tiled) rather than h // G (each head is repeated)."""
     tiles: int = 1
-    """How many times heads are repeated as a whole behind that: key head k goes with value head k % K of values that are tiled."""
+    """How often heads are tiled after that; with tiled values, key head k goes with value head k % K."""
     sliding: SlidingCache | None = field(default=None, compare=False)
     block_table: BlockTable | None = None
-    """The block table that a paged cache is read by; its ``batch`` and ``capacity`` are those of what is gathered."""
+    """The block table of a paged cache; ``batch`` and ``capacity`` are then those of the gathered tokens. None for other caches."""
 
     @property
     def part(self) -> tuple[fx.Node, tuple[tuple[int, int], ...]]:
-        """The cache tensor and which part of it the slot is: two slots with the same one have one store."""
+        """(cache tensor, selected indices): slots with equal parts share one store."""
         return self.root, self.axes.select
 
     def rows(self, shape: Sequence[Any]) -> Any:
-        """Return how many batch rows a call reads, an int or a SymInt, of a cache tensor of ``shape``."""
+        """Return how many batch rows of a cache tensor of ``shape`` a call reads, an int or a SymInt."""
         if self.write.first_rows is not None:
             return self.write.first_rows.count
         return 1 if self.axes.batch_dim is None else shape[self.axes.batch_dim]
@@ -299,7 +299,10 @@ class Slot:
 
 @dataclass(frozen=True)
 class WeightDim:
-    """How one dim of a weight runs: index = head * h + channel * c + start; or it is the dim that is summed over."""
+    """One dim of a projection's weight: its index is head * h + channel * c + ``start`` for head h and channel c.
+
+    Or the dim is ``summed`` over.
+    """
 
     head: int = 0
     channel: int = 0
@@ -309,7 +312,7 @@ class WeightDim:
 
 @dataclass(frozen=True)
 class Projection:
-    """Channels made from a latent by a matrix for each head: ``weight`` holds ``heads`` matrices [channels, inner]."""
+    """A projection of a latent: ``weight`` holds ``heads`` matrices [channels, inner], one for each head."""
 
     weight: fx.Node
     dims: tuple[WeightDim, ...]
@@ -320,10 +323,10 @@ class Projection:
 
 @dataclass(frozen=True)
 class Stripe:
-    """Channels ``start`` .. ``start + count`` of an attention operand and what they are made from.
+    """Channels ``start`` .. ``start + count`` of an attention operand, and the slot that they come from.
 
-    ``first`` is the first channel of the slot that takes part. Without a projection the channels are the slot's
-    own, the same for all heads that share a kv head. ``factor`` is a number they are multiplied with.
+    ``first``: the first channel of the slot that they use. With a ``projection`` they are computed from the slot's channels; without one
+    they are these channels, shared by all heads of a kv head. Both are multiplied by ``factor``.
     """
 
     start: int
@@ -336,20 +339,20 @@ class Stripe:
 
 @dataclass(frozen=True)
 class Assembly:
-    """Keys and values that are made from a cached latent (MLA): stripes of channels, in order; ``heads`` of them are made."""
+    """Keys and values that are made from a cached latent (MLA): their stripes of channels, in order, for ``heads`` heads."""
 
     keys: tuple[Stripe, ...]
     value: Stripe
     heads: int
     between: frozenset[fx.Node] = field(compare=False, repr=False)
-    """Every node that stands between the cache and the attention, which alone reads it."""
+    """Every node between the cache and the attention; only the attention may read them."""
 
     @property
     def slots(self) -> tuple[Slot, Slot, Slot | None]:
-        """The key slot, the value slot, and the slot whose channels stand behind the key slot's."""
+        """The key slot, the value slot, and the slot of the keys' further channels; None where one slot holds them all."""
         found = {(stripe.slot.root, stripe.slot.axes.select): stripe.slot for stripe in self.keys}
         value = self.value.slot
-        # What is both comes first: its channels are then the value's too.
+        # A slot of both keys and values comes first, so that values are among its first channels.
         first = found.pop((value.root, value.axes.select), None)
         ordered = [*([first] if first is not None else []), *found.values()]
         return ordered[0], value if first is None else first, ordered[1] if len(ordered) > 1 else None
@@ -357,9 +360,9 @@ class Assembly:
 
 @dataclass(frozen=True)
 class Bounds:
-    """The mask in normal form: arithmetic on positions, and carried tensors for whatever is left.
+    """The mask of an attention in normal form: limits on positions, a padding row, and ``carried`` tensors for all other terms.
 
-    A term whose ``fill`` is a number is the only one that is carried.
+    A carried term that fills scores with a finite number (``fill``) is the last one, and the ones before it are biases.
     """
 
     hi: Limit
@@ -369,12 +372,12 @@ class Bounds:
 
     @property
     def fill(self) -> float:
-        """The score that tokens have which the carried masks exclude."""
+        """The score of tokens that the carried masks exclude: minus infinity, or the finite number that replaces scores."""
         return max((term.fill for term in self.carried), default=-math.inf)
 
 
 class LimitKind(enum.Enum):
-    """The origin that the last or first visible position is counted from."""
+    """The origin that the first or last visible position is counted from."""
 
     NODE = "a tensor of positions"
     OWN = "the query's own index in this call"
@@ -384,7 +387,7 @@ class LimitKind(enum.Enum):
 
 @dataclass(frozen=True)
 class Amount:
-    """A symbolic int without a constant part; two of the same expression are equal, whatever nodes of the graph they came from."""
+    """A symbolic int without a constant part; equal to another one of the same expression, whatever nodes both came from."""
 
     expr: sympy.Expr
     value: torch.SymInt = field(compare=False, repr=False)
@@ -392,9 +395,10 @@ class Amount:
 
 @dataclass(frozen=True)
 class Limit:
-    """A position limit: ``node`` (its dims' roles among B and S) or the query's index or the length, plus ``offset``.
+    """The first or last position that a query sees: an origin plus ``offset`` and ``amount``.
 
-    ``amount``: a symbolic int that is added too.
+    The origin is ``node`` (dims of roles B and S), the query's index, the number of tokens or zero, by ``kind``. ``amount``: a symbolic
+    int, None for none.
     """
 
     kind: LimitKind
@@ -405,13 +409,13 @@ class Limit:
 
     @property
     def shift(self) -> Any:
-        """All that is added to the origin, an int or a SymInt."""
+        """The sum of ``offset`` and ``amount``, an int or a SymInt."""
         return self.offset if self.amount is None else self.offset + self.amount.value
 
 
 @dataclass(frozen=True)
 class Site:
-    """One attention with both its slots: all that a plan and a rewrite need."""
+    """A site: one attention over a cache with its slots and masks, all that a plan and a rewrite need."""
 
     index: int
     attention: Attention
@@ -426,13 +430,13 @@ class Site:
     """New tokens of a call, an int or a SymInt."""
     read: fx.Node
     extra_key: Slot | None = None
-    """A second slot whose channels stand behind the key slot's: the rotary part of a latent cache."""
+    """A second slot of keys, with the channels after the key slot's: the rotary part of a latent cache. None without one."""
     assembly: Assembly | None = None
-    """How keys and values are made, where they are not what the cache holds; key and value slot may then be one."""
+    """How keys and values are made from the slots; None where they are views of the slots. Key and value slot may then be one."""
 
     @property
     def read_as_keys(self) -> tuple[Slot, ...]:
-        """The slots whose channels, one after another, are what queries are multiplied with."""
+        """The slots whose channels, one after another, are multiplied with the queries."""
         return (self.key,) if self.extra_key is None else (self.key, self.extra_key)
 
     @property
@@ -444,7 +448,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Refusal:
-    """An attention that stays as it is, as a value: stage, reason, evidence, source line, nearest idiom, advice."""
+    """A refusal: an attention that is not rewritten, with stage, reason, source line, nearest idiom, advice and evidence."""
 
     stage: Stage
     reason: str
@@ -464,7 +468,7 @@ class Refusal:
 
 
 class Miss(Exception):
-    """The reason why a recogniser gave up; caught by ``match`` and turned into a Refusal value."""
+    """Raised where a recogniser gives up, with the reason, the nodes that show it and advice; ``match`` turns it into a Refusal."""
 
     def __init__(self, reason: str, *evidence: fx.Node, advice: str = "") -> None:
         super().__init__(reason)
