@@ -1,7 +1,7 @@
-"""Agreement: what is read of a graph, read in more than one world (``graph.worlds``), and kept where it is the same in all.
+"""Agreement: recognise in more than one world (``graph.worlds``: values of the symbolic sizes), and keep the results that are equal in all.
 
-Recognition works on samples of coordinates, which are numbers. A number that it took from a symbolic size is another one where that size
-is; a record that holds only nodes, symbolic sizes and numbers of the program's own is the same in every world.
+Recognition works on sampled coordinates, which are numbers. A number that it took from a symbolic size is another one in another world; a
+record of nodes, symbolic sizes and the program's own numbers is equal in every world.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvcompile.passes.match.sites import Miss
 T = TypeVar("T")
 
 LEFT = {"index", "others", "line", "path"}
-"""Fields of records that say nothing of what is computed: numbering, readings that were not taken, names."""
+"""Fields of records that do not state what is computed: numbering, readings that were not taken, names."""
 
 DISAGREED = "what was read of it holds only where the sizes of the graph are those of the call that it was captured with"
 ADVICE = "please report this module: the matcher took a symbolic size for a number"
@@ -32,7 +32,10 @@ _made: WeakKeyDictionary[fx.Graph, tuple[int, tuple[Values, ...]]] = WeakKeyDict
 
 
 def worlds(graph: fx.Graph) -> tuple[Values, ...]:
-    """The world of the capture, and one in which every symbol is another one, as far as the guards let it; one where none is symbolic."""
+    """Return the symbols' values in the capture, and other values that the guards admit, where there are such.
+
+    In the second world every symbol that the guards let move has another value. Returns ``({},)`` where no size is symbolic.
+    """
     env = _env(graph)
     if env is None:
         return ({},)
@@ -45,7 +48,11 @@ def worlds(graph: fx.Graph) -> tuple[Values, ...]:
 
 
 def demands(graph: fx.Graph) -> list[tuple[Any, Any]]:
-    """Pairs of sizes that are equal in every call of a graph that runs: the tokens, rows and channels of an attention's operands."""
+    """Return pairs of sizes that are equal in every call, from the operands of each ``scaled_dot_product_attention`` node.
+
+    They are the tokens, rows and heads of keys and values, and the channels of queries and keys; pairs without a symbolic size are left
+    out.
+    """
     found = []
     for node in graph.nodes:
         if op_name(node) != "scaled_dot_product_attention":
@@ -53,12 +60,12 @@ def demands(graph: fx.Graph) -> list[tuple[Any, Any]]:
         q, k, v = (value_of(operand(node, at)).shape for at in range(3))
         found += [(k[-2], v[-2]), (q[-1], k[-1])]
         found += [(a, b) for a, b in zip(k[:-2], v[:-2], strict=True)]
-    # A dim of size one is repeated.
+    # A dim of size one broadcasts, so its pair need not be equal.
     return [pair for pair in found if any(isinstance(size, torch.SymInt) for size in pair) and not any(same(size, 1) for size in pair)]
 
 
 def _env(graph: fx.Graph) -> Any:
-    """The shape environment of a graph's symbols, None where no size is symbolic."""
+    """Return the shape environment of a graph's symbols; None where no size is symbolic."""
     for node in graph.nodes:
         value = value_of(node)
         for size in (value,) if isinstance(value, torch.SymInt) else value.shape if isinstance(value, torch.Tensor) else ():
@@ -68,15 +75,15 @@ def _env(graph: fx.Graph) -> Any:
 
 
 def _numbers(graph: fx.Graph) -> frozenset[int]:
-    """The sizes of a graph that are plain numbers."""
+    """Return the tensor sizes of a graph that are plain ints."""
     shapes = [value.shape for node in graph.nodes if isinstance(value := value_of(node), torch.Tensor)]
     return frozenset(size for shape in shapes for size in shape if isinstance(size, int))
 
 
 def in_every_world(graph: fx.Graph, find: Callable[[], T]) -> list[T]:
-    """Return what ``find`` returns in each world, that of the capture first."""
+    """Return the results of ``find`` in all worlds of a graph, that of the capture first."""
     found = []
-    # A look that adds a guard makes the other worlds anew: they are asked for one by one.
+    # ``find`` may add guards, and then the second world is another one: ask for each when its turn comes.
     for place in range(2):
         there = worlds(graph)
         if place < len(there):
@@ -86,7 +93,7 @@ def in_every_world(graph: fx.Graph, find: Callable[[], T]) -> list[T]:
 
 
 def agreed(graph: fx.Graph, find: Callable[[], T], node: fx.Node) -> T:
-    """Return what ``find`` returns in every world; raises Miss at ``node`` where that differs, and what ``find`` raises."""
+    """Return the result of ``find`` in the capture's world; raises Miss at ``node`` where another world's differs."""
     first, *others = in_every_world(graph, find)
     if any(facts(other) != facts(first) for other in others):
         raise Miss(DISAGREED, node, advice=ADVICE)
@@ -94,7 +101,7 @@ def agreed(graph: fx.Graph, find: Callable[[], T], node: fx.Node) -> T:
 
 
 def facts(value: Any) -> Any:
-    """A record as nested tuples that are equal where the records say the same, symbolic sizes by their expressions."""
+    """Return a record as nested tuples without the fields of ``LEFT``: equal where records state the same, symbolic sizes by expression."""
     if isinstance(value, (fx.Node, enum.Enum)):
         return value
     if isinstance(value, torch.SymInt):

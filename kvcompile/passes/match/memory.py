@@ -1,13 +1,12 @@
-"""Memory: learned tokens that attention reads ahead of the cached ones, as persistent memory is (``num_mem_kv`` in x-transformers).
+"""Memory: learned tokens that attention reads before the cached ones, such as persistent memory (``num_mem_kv`` in x-transformers).
 
 ::
 
     k, v = cat([mem_k.expand(b, ...), cached_k], 2), cat([mem_v.expand(b, ...), cached_v], 2)
     out  = attention(q, k, v, pad(mask, (m, 0), value=True))
 
-No cache holds them, so the rewritten graph attends to them in full precision and merges the two results by their log-sums. The operands
-of the cached tokens alone, ``k[..., m:, :]`` and ``mask[..., m:]``, are nodes that are added to the captured graph: nothing there reads
-them.
+No cache holds them, so the rewritten graph attends to them in full precision and merges both results by their log-sums. The operands of the
+cached tokens alone, ``k[..., m:, :]`` and ``mask[..., m:]``, are added to the captured graph as nodes that no other node reads.
 """
 
 from __future__ import annotations
@@ -34,13 +33,16 @@ log = logging.getLogger(__name__)
 
 END = torch.iinfo(torch.int64).max
 KNOWN = "kvcompile_memory"
-"""The metadata of a captured module that holds its graph and the parts that were found there."""
+"""Key of a captured module's ``meta`` under which its graph and the parts found in it are kept."""
 Recogniser = Callable[[fx.Node], Attention | None]
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of what an attention reads: its memory, the operands of the cached tokens, and each mask's two parts, memory first."""
+    """The operands of an attention over memory, taken apart: the memory, keys and values of the cached tokens, and each mask's two parts.
+
+    ``masks``: mask -> (its part over the memory, its part over the cached tokens).
+    """
 
     memory: MemoryTokens
     k: fx.Node
@@ -49,7 +51,10 @@ class Parts:
 
 
 def part(captured: Captured, recognisers: Sequence[Recogniser]) -> Mapping[fx.Node, Parts]:
-    """Return the parts of every attention over memory and a cache, by its output; adds nodes to the captured graph, once."""
+    """Return {output: Parts} of every attention over memory and a cache.
+
+    The first call adds the slices to the captured graph; later calls return the same parts.
+    """
     graph = captured.graph
     learned = {entry.node for entry in captured.inputs if entry.learned}
     joins = {node for node in graph.nodes if op_name(node) in CONCATENATIONS and _begins_learned(node, learned)} if learned else set()
@@ -67,7 +72,7 @@ def part(captured: Captured, recognisers: Sequence[Recogniser]) -> Mapping[fx.No
 
 
 def _begins_learned(join: fx.Node, learned: set[fx.Node]) -> bool:
-    """Whether a concatenation of two parts begins with one that is made of parameters alone."""
+    """Return whether a node concatenates two tensors, the first computed from parameters alone."""
     parts = bind(join)["tensors"]
     if len(parts) != 2 or not all(is_tensor(item) for item in parts):
         return False
@@ -87,14 +92,14 @@ def _begins_learned(join: fx.Node, learned: set[fx.Node]) -> bool:
 def _attentions(
     graph: fx.Graph, recognisers: Sequence[Recogniser], joins: set[fx.Node]
 ) -> list[tuple[Attention, tuple[tuple[fx.Node, int], tuple[fx.Node, int]]]]:
-    """The attentions both of whose operands are such concatenations, each with these and how many tokens of memory each begins with."""
+    """Return the attentions with keys and values both from ``joins``, with (join, tokens of memory) of the keys and of the values."""
     found = []
     for node in graph.nodes:
         for recognise in recognisers:
             try:
                 attention = recognise(node)
             except Exception:
-                # What cannot be read is refused where all attentions are.
+                # ``match`` runs the recogniser again and refuses this attention.
                 log.debug("an attention is not parted at %s", node.format_node(), exc_info=True)
                 continue
             if attention is None or attention.causal or attention.zeroed or "T" not in attention.k_roles or "T" not in attention.v_roles:
@@ -108,7 +113,10 @@ def _attentions(
 
 
 def _ahead(operand: fx.Node, roles: tuple[str, ...], joins: set[fx.Node]) -> tuple[fx.Node, int] | None:
-    """(the concatenation along the tokens that an operand is a view of, the tokens of its first part); None where it is none."""
+    """Return (join, its tokens of memory) where an operand is a view of one of ``joins`` along its tokens, else None.
+
+    None also where the number of memory tokens is symbolic.
+    """
     trail = trace(operand, lambda node: node in joins)
     if trail.base not in joins:
         return None
@@ -120,7 +128,7 @@ def _ahead(operand: fx.Node, roles: tuple[str, ...], joins: set[fx.Node]) -> tup
 
 
 def _cut(graph: fx.Graph, attention: Attention, key: tuple[fx.Node, int], value: tuple[fx.Node, int]) -> Parts:
-    """Add the operands of the cached tokens, and of the memory's masks, to the graph."""
+    """Add slices over the cached tokens (of keys, values, masks) and over the memory (of masks) to the graph; return the Parts."""
     count = key[1]
 
     def piece(node: fx.Node, dim: int, start: int, end: int) -> fx.Node:
@@ -144,7 +152,7 @@ def _cut(graph: fx.Graph, attention: Attention, key: tuple[fx.Node, int], value:
 
 
 def apart(attention: Attention, parts: Parts | None, effects: Effects) -> Attention:
-    """The attention over the cached tokens alone, with the memory beside it; as it is where it has none. Raises Miss."""
+    """Return the attention over the cached tokens alone, with its ``memory``; unchanged where ``parts`` is None. Raises Miss."""
     if parts is None:
         return attention
     memory = parts.memory
@@ -165,7 +173,7 @@ def apart(attention: Attention, parts: Parts | None, effects: Effects) -> Attent
 
 
 def _roles(operand: fx.Node, named: tuple[str, ...], join: fx.Node) -> tuple[str, ...]:
-    """The roles of the dims of a concatenation that an operand of the cached tokens is a view of."""
+    """Return the roles of a join's dims, from the roles (``named``) of its slice over the cached tokens. Raises Miss."""
     trail = trace(operand, lambda node: node is join)
     dim = int(bind(join)["dim"]) % len(sizes(join))
     there = trail.there.copy()

@@ -1,4 +1,4 @@
-"""Places of a pool, a cache that is read through a gather: which of them are read or written, as a sum of indices."""
+"""Slots of a pool (a paged cache, read through a gather): the ones that are read or written, as a sum over indices."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import fx
 
 @dataclass(frozen=True)
 class Picked:
-    """An index tensor whose values choose places: each counts ``weight`` times, and indexes a dim of ``size``.
+    """An index tensor whose values, times ``weight``, are a summand of slot numbers; it indexes a dim of ``size``.
 
-    ``roles`` of its dims, '' for one of size one: B and T, N where it has one entry for every ``every`` tokens, O where
-    its entries repeat with the token's place among these; in a write the letters of the dims that are written along.
+    ``roles`` of its dims, '' for size one: B rows, T tokens, N blocks (one entry for every ``every`` tokens), O offsets (entry t %
+    ``every`` for token t). In a write they are the letters of the written dims.
     """
 
     node: fx.Node
@@ -22,13 +22,16 @@ class Picked:
     weight: int
     size: int
     wraps: bool
-    """Whether negative values count from the end, as they do where a tensor is indexed."""
+    """Whether negative values count from the end, as when a tensor is indexed with brackets."""
     every: int = 1
 
 
 @dataclass(frozen=True)
 class Running:
-    """A dim of the pool whose index runs along with batch rows, tokens or what is written: ``weight`` * (index % ``size``)."""
+    """A dim of the pool that runs along with batch rows, tokens or a written dim (``role``).
+
+    It adds ``weight`` * (index % ``size``) to slot numbers.
+    """
 
     role: str
     weight: int
@@ -37,29 +40,29 @@ class Running:
 
 @dataclass(frozen=True)
 class Places:
-    """Which places of a pool are read or written: ``first`` plus what every index tensor and every running dim adds."""
+    """The slots of a pool that are read or written: ``first`` plus a summand of every index tensor and every running dim."""
 
     picked: tuple[Picked, ...]
     running: tuple[Running, ...]
     first: int = 0
     dims: tuple[str, ...] = ()
-    """Of a write: the role of every dim of what is written; K, D, KD, DK, '' for size one, a letter for what places run along."""
+    """Roles of a write's dims: K, D, KD, DK, '' for size one or a selected index, a lowercase letter for a dim that slots vary along."""
     select: tuple[tuple[int, int], ...] = ()
-    """Of a write: dims of what is written of which this slot is one index."""
+    """(dim, index) of a write's dims in which this cache slot is a single index."""
     shape: tuple[Any, ...] = field(default=(), compare=False)
-    """Of a write: the sizes of what is written."""
+    """Sizes of the written part."""
 
     @property
     def along(self) -> tuple[str, ...]:
-        """Return the letters of the dims that a write's places run along, in order."""
+        """Letters of a write's dims that slots vary along, in order."""
         return tuple(role for role in self.dims if role in set(string.ascii_lowercase))
 
 
 @dataclass(frozen=True)
 class BlockTable:
-    """A cache that is read through a gather: its places lie in one row, in the order of its dims without heads and channels."""
+    """The read of a paged cache by a ``gather``; slots are numbered along the pool's dims other than heads and channels, in order."""
 
     gather: fx.Node
     places: Places
     tokens: Any = field(compare=False)
-    """How many tokens are gathered for every batch row, an int or a SymInt."""
+    """Tokens that are gathered for each batch row, an int or a SymInt."""

@@ -1,4 +1,4 @@
-"""Kinds of cache slots: how a cache tensor enters and leaves a graph, and the facts that code asks of it."""
+"""Kinds of cache slots: how a cache tensor enters and leaves a graph, and the facts that follow from it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SlotKind(enum.Enum):
 
     @property
     def facts(self) -> KindFacts:
-        """The differences between this kind and the others."""
+        """The facts of this kind."""
         return KINDS[self]
 
 
@@ -28,36 +28,36 @@ class KindFacts:
     """The facts in which kinds of slots differ; code asks for a fact, never for a kind."""
 
     cache: str
-    """The cache in the report's words."""
+    """Description of the cache in reports."""
     created: bool = False
-    """Whether this graph makes the cache, which no argument holds before the call."""
+    """Whether this graph makes the cache; otherwise an argument holds it before the call."""
     written: bool = True
     """Whether this graph writes new tokens."""
     in_place: bool = False
     """Whether new tokens are written into the tensor's own memory."""
     grows: bool = False
-    """Whether the tensor is as long as it has tokens, and a call returns a longer one."""
+    """Whether the tensor holds exactly the cached tokens, so that a call returns a longer one."""
     fixed: bool = False
-    """Whether the tensor has a place for every position, and this graph writes new tokens at some of them."""
+    """Whether the tensor has room for every position, and this graph writes new tokens at some of them."""
 
     @property
     def filled(self) -> bool:
-        """Whether new tokens go to positions of a tensor that comes in and keeps its length."""
+        """Whether new tokens are written to positions of an argument that keeps its length."""
         return self.fixed and not self.created
 
     @property
     def extended(self) -> bool:
-        """Whether new tokens go behind all those of a tensor that comes in."""
+        """Whether new tokens are appended to an argument."""
         return self.grows and not self.created
 
     @property
     def adopted(self) -> bool:
-        """Whether a tensor that comes in dense is the one that later calls come with, compressed."""
+        """Whether later calls pass the same tensor again, so that a dense argument may be given a compressed store."""
         return self.in_place or not (self.written or self.created)
 
     @property
     def returned(self) -> bool:
-        """Whether a call returns the cache as another tensor than came in."""
+        """Whether a call returns the cache as a tensor other than the argument."""
         return self.written and (self.created or not self.in_place)
 
 

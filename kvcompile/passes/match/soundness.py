@@ -1,9 +1,8 @@
-"""Soundness in time and in number: no operand changes before the rewritten graph reads it, no part of an attention is used elsewhere.
+"""Soundness: no operand changes before the rewritten graph reads it, and no inner value of an attention is used elsewhere.
 
-The captured graph is not functional. The rewritten one reads every operand of an attention at one place,
-where its result is made, and the new tokens where they are written; a tensor that is written in place in
-between would be read as something else. And what the attention computes on its way, scores and weights,
-is gone afterwards.
+The captured graph is not functional. The rewritten graph reads every operand of an attention where its result is made, and the new tokens
+where they are written; a tensor written in place before that would be read with its later values. And the scores and weights of an
+attention do not exist after the rewrite.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def _first_use(node: fx.Node, nodes: Iterable[fx.Node], effects: Effects) -> fx.
 
 
 def unchanged_operands(attention: Attention, effects: Effects) -> None:
-    """Raise Miss where the queries, a mask or the sinks are written in place while the attention is computed."""
+    """Raise Miss where queries, a mask, a factor or the sinks are written in place while the attention is computed."""
     named = [("queries", attention.q), *(("a mask", term.node) for term in attention.masks)]
     if attention.beside is not None:
         named.append(("queries", attention.beside.q))
@@ -47,7 +46,7 @@ def unchanged_operands(attention: Attention, effects: Effects) -> None:
 
 
 def unchanged_write(write: Write, attention: fx.Node, effects: Effects) -> None:
-    """Raise Miss where the new tokens change between their write and the attention, or their positions before the write."""
+    """Raise Miss where the written values change between the write and the attention, or the write's positions before it."""
     changed = effects.writes_between(write.values, write.node, attention)
     if changed and write.node not in changed:
         raise Miss(
@@ -63,7 +62,7 @@ def unchanged_write(write: Write, attention: fx.Node, effects: Effects) -> None:
 
 
 def private(attention: Attention, effects: Effects) -> None:
-    """Raise Miss where scores or weights are read by something else, or changed by something that is no step of the attention."""
+    """Raise Miss where scores or weights are read, or changed in place, by nodes that are no steps of the attention."""
     nodes = set(attention.nodes)
     for node in attention.nodes:
         if node in attention.results:
@@ -83,9 +82,9 @@ def private(attention: Attention, effects: Effects) -> None:
 
 
 def early_readers(attention: Attention, effects: Effects) -> tuple[fx.Node, ...]:
-    """Find what is made of the log-sums ahead of the attention's output, in order; raises Miss where it cannot be made behind that.
+    """Return the nodes computed from the log-sums before the attention's output, in order; raises Miss where they cannot move after it.
 
-    Both results come of one operation, which stands where the output does.
+    The rewritten operation computes both results at once, where the output was computed.
     """
     log = attention.log_sums
     if log is None:
@@ -122,7 +121,7 @@ def one_sink_a_head(attention: Attention) -> None:
 
 
 def _inside(user: fx.Node, nodes: set[fx.Node], depth: int = 6) -> bool:
-    """Whether a value is used by the attention only: a step of it, or a statistic of the scores that only steps read."""
+    """Return whether ``user`` is a step of the attention, or a statistic of its scores that only its steps read."""
     if user in nodes or op_name(user) in SIZES:
         return True
     if depth == 0 or op_name(user) not in STATISTICS or written_arguments(user):
@@ -131,7 +130,10 @@ def _inside(user: fx.Node, nodes: set[fx.Node], depth: int = 6) -> bool:
 
 
 def settled(node: fx.Node, reader: fx.Node, effects: Effects, known: Collection[fx.Node] = ()) -> bool:
-    """Whether all that ``node`` is made from was what it is when it was read: no write in place in between; ``known`` are as they were."""
+    """Return whether neither ``node`` nor any tensor that it is computed from is written to in place before it is read.
+
+    ``reader`` is the node that reads ``node``; tensors in ``known`` are not checked.
+    """
     stack, seen = [(node, reader)], set()
     while stack:
         item, user = stack.pop()

@@ -1,8 +1,8 @@
-"""Attentions without a cache, as a forward pass for training has them: their new keys and values, as a cache would hold them.
+"""Attentions without a cache, as in a forward pass for training: their new keys and values, as a cache would hold them.
 
-The same recognisers find the attention, and the same reading of coordinates finds the tensor that keys and values are views of, with its
-layout and the kv heads before they are repeated. What a cache would hold is that tensor: keys behind RoPE, values behind their projection.
-An attention over tokens behind its own (of an encoder), or over another sequence (cross-attention), has no such cache, and is left out.
+The recognisers of cached attention find them, and coordinates show the tensor that keys and values are views of, with its layout and the kv
+heads before they are repeated. A cache would hold that tensor: keys after RoPE, values after their projection. An attention that sees later
+tokens (an encoder's), or another sequence (cross-attention), has no such cache and is left out.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class UncachedSite:
-    """One causal attention over this call's tokens alone; the roots of its slots are where keys and values were made."""
+    """One causal attention over the tokens of its own call; the roots of its slots are the tensors that a cache would hold."""
 
     attention: Attention
     key: Slot
@@ -39,7 +39,7 @@ class UncachedSite:
 
 @dataclass(frozen=True)
 class Uncached:
-    """All such attentions of a graph, and why others are none."""
+    """The attentions without a cache of a graph, and the refusals of all others."""
 
     sites: tuple[UncachedSite, ...]
     refusals: tuple[Refusal, ...]
@@ -47,6 +47,7 @@ class Uncached:
 
 
 def _site(attention: Attention, effects: Effects) -> UncachedSite:
+    """Return the site of one reading of an attention; raises Miss where it is no causal attention over its own tokens."""
     soundness.private(attention, effects)
     soundness.unchanged_operands(attention, effects)
     attention = without_effect(attention, effects)
@@ -71,7 +72,7 @@ def _site(attention: Attention, effects: Effects) -> UncachedSite:
 
 
 def _first_reading(attention: Attention, effects: Effects) -> UncachedSite:
-    """The site of the first reading of the attention's roles that fits."""
+    """Return the site of the first reading of an attention's roles that fits; raises the first reading's Miss where none does."""
     missed: list[Miss] = []
     for reading in (attention, *attention.others):
         try:
@@ -82,7 +83,7 @@ def _first_reading(attention: Attention, effects: Effects) -> UncachedSite:
 
 
 def find(captured: Captured) -> Uncached:
-    """The attentions without a cache of a captured graph; one is one only if it is the same in every world of the graph's sizes."""
+    """Return the attentions without a cache of a captured graph; refused are those that differ between worlds of its sizes."""
     effects = analyse(captured.graph)
     first, *others = in_every_world(captured.graph, lambda: _found(captured, effects))
     told = [{site.attention.output: facts(site) for site in other.sites} for other in others]
@@ -92,7 +93,7 @@ def find(captured: Captured) -> Uncached:
 
 
 def _found(captured: Captured, effects: Effects) -> Uncached:
-    """The attentions without a cache as they are in the current world."""
+    """Return the attentions without a cache, with symbolic sizes as they are in the current world."""
     sites: list[UncachedSite] = []
     missed: list[tuple[fx.Node, Refusal]] = []
     for node in captured.graph.nodes:
@@ -103,10 +104,10 @@ def _found(captured: Captured, effects: Effects) -> Uncached:
                 if attention is not None:
                     sites.append(_first_reading(attention, effects))
             except Miss as miss:
-                # A softmax over few classes (a router's) is no attention, and says so here too.
+                # A softmax that is no attention (over a router's classes) is refused here too.
                 missed.append((node, refuse(miss, node, attention.idiom if attention else "", Stage.MATCH)))
             except Exception as error:
-                # A graph that nobody foresaw: this attention learns nothing, the others do.
+                # An unforeseen graph: only this attention is left out.
                 log.debug("a recogniser failed at %s", node.format_node(), exc_info=True)
                 missed.append((node, refuse(failed(error), node, attention.idiom if attention else "", Stage.MATCH)))
     inside = {node for site in sites for node in site.attention.nodes}
@@ -114,7 +115,7 @@ def _found(captured: Captured, effects: Effects) -> Uncached:
 
 
 def operand_heads(site: UncachedSite) -> int:
-    """How many times the attention's operands repeat each kv head."""
+    """Return how many times the key operand repeats each kv head."""
     attention, slot = site.attention, site.key
     shape = dict(zip(attention.k_roles, value_of(attention.k).shape, strict=True))
     if "G" in shape:

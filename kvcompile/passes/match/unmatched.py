@@ -1,4 +1,4 @@
-"""Find what looks like a cache where no site was found: so that no attention over one is skipped in silence."""
+"""Find reads of caches where no site was found, so that no attention over a cache is skipped silently."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ REACH = 40
 
 
 def _is_cache(node: fx.Node, effects: Effects) -> bool:
-    """A floating tensor of three dims or more that is written piece by piece here, or returned one piece longer, whole or in part."""
+    """Return whether a floating tensor of three dims or more looks like a cache.
+
+    It is an argument that is written to in place, or the returned update or concatenation of an argument, or a view of such a tensor.
+    """
     if not is_tensor(node) or value_of(node).dim() < 3 or not value_of(node).dtype.is_floating_point:
         return False
     root = effects.root.get(node, node)
     if root.op == "placeholder":
         return any(op_name(write) in IN_PLACE for write in effects.writes.get(root, ()))
-    # What is returned may be a view of it: a window, or all of it behind a transpose.
+    # The result may be a view of the cache: a window, or a transpose of all of it.
     if op_name(root) not in FUNCTIONAL or not effects.outputs_of(effects.family(root)):
         return False
     operands = root.all_input_nodes
@@ -35,7 +38,10 @@ def _is_cache(node: fx.Node, effects: Effects) -> bool:
 
 
 def cache_behind(node: fx.Node, effects: Effects) -> fx.Node | None:
-    """The cache that a value is made from, through anything but a projection of something that is no cache."""
+    """Return the cache that a value is computed from; None where none is found.
+
+    The search stops at a projection, unless its input is a view of a cache or a gather from one.
+    """
     seen: set[fx.Node] = set()
     stack = [node]
     while stack and len(seen) < LIMIT:
@@ -53,13 +59,16 @@ def cache_behind(node: fx.Node, effects: Effects) -> fx.Node | None:
                 return base
             continue
         stack.extend(current.all_input_nodes)
-        # What was written into a tensor is part of its value.
+        # Values written into a tensor are part of its value.
         stack.extend(item for write in effects.writes.get(current, ()) for item in write.all_input_nodes)
     return None
 
 
 def unrecognised(captured: Captured, effects: Effects, spoken: set[fx.Node]) -> list[fx.Node]:
-    """Products that read a cache as it is, of which no recogniser has ``spoken`` nor of a softmax near them, and that choose no tokens."""
+    """Return products over a cache that no recogniser claimed, without a softmax near them, unless they only rank tokens.
+
+    ``spoken``: the nodes that recognisers claimed.
+    """
     found = []
     for node in captured.graph.nodes:
         if op_name(node) not in PRODUCTS:
@@ -73,7 +82,7 @@ def unrecognised(captured: Captured, effects: Effects, spoken: set[fx.Node]) -> 
 
 
 def _chooses(product: fx.Node) -> bool:
-    """Whether a product leads to a choice of tokens: scores that only rank the cache's entries are no attention over it."""
+    """Return whether a product leads to a choice of tokens (top-k, sort): scores that only rank cache entries are no attention."""
     stack, seen = [(product, 0)], set[fx.Node]()
     while stack:
         node, depth = stack.pop()
@@ -87,7 +96,7 @@ def _chooses(product: fx.Node) -> bool:
 
 
 def cut_short(product: fx.Node) -> bool:
-    """Whether what is made of a product leaves the graph without having met another product."""
+    """Return whether a value computed from a product leaves the graph before it meets another product or a projection."""
     stack, seen = [product], set[fx.Node]()
     while stack:
         for user in stack.pop().users:
@@ -100,7 +109,7 @@ def cut_short(product: fx.Node) -> bool:
 
 
 def _near_softmax(product: fx.Node, spoken: set[fx.Node]) -> bool:
-    """Whether a softmax stands before or after a product, a few steps away: then its recogniser has spoken."""
+    """Return whether a softmax or a claimed node is at most 24 steps before or after a product: its recogniser reports it."""
     for step in (lambda node: list(node.users), lambda node: node.all_input_nodes):
         stack, seen = [(product, 0)], set()
         while stack:
