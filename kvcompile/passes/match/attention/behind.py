@@ -1,12 +1,11 @@
-"""The steps behind a softmax, up to the product with the values: copies, views, dropped sinks, and zeros where a query sees nothing.
+"""Steps from a softmax to its product with the values: copies, views, a dropped column of sinks, and weights set to zero.
 
-A row of scores that are all hidden has weights of NaN, or equal ones where it was hidden by finite numbers. Authors make them zeros:
+A query whose tokens are all hidden has weights of NaN, or equal weights where finite numbers hide the tokens. Models set them to zero:
 
     softmax(x).nan_to_num()         where(seen.any(-1), softmax(x), 0)        softmax(x).masked_fill(hidden, 0)
     softmax(x) * seen               where(all(x == -inf), 0, softmax(x)), which is how torch.export decomposes SDPA
 
-``kvcompile::attend`` gives such a row zeros by its definition. Whether a step sets anything else to zero is asked where masks are read
-(``match.mask.zeroed``).
+``kvcompile::attend`` gives zero for such a query by definition. ``match.mask.zeroed`` checks that a step sets no other weight to zero.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ from kvcompile.passes.match.attention.weights import masked
 from kvcompile.passes.match.sites import Miss
 
 TESTS = frozenset({"isnan", "ne", "eq", "full_like", "zeros_like", "isinf", "isfinite"})
-"""What reads weights only to tell where they are to be zeros."""
+"""Operators that read weights only to find where to put zeros."""
 
 
 @dataclass(frozen=True)
 class Behind:
-    """From the softmax to its product with the values.
+    """The steps (``path``) from a softmax to its ``product`` with the values.
 
-    ``path``: the steps in between; ``side``: which operand of ``product`` the weights are; ``dims``: the weights' dims there.
-    ``zeroed``: each mask that sets weights to zero, with the weights that it was given and their dims.
+    ``side``: the index of the weights among the product's operands; ``dims``: their dims there. ``zeroed``: each mask that sets weights to
+    zero, with the weights that it masks and their dims.
     """
 
     path: tuple[fx.Node, ...]
@@ -45,7 +44,7 @@ class Behind:
 
 
 def behind(start: fx.Node, dims: Dims, state: Scores) -> Behind:
-    """The steps from the softmax ``start``, whose dims are ``dims``; raises Miss where the weights are no weights of values."""
+    """Return the steps from the softmax ``start``, of dims ``dims``, to the product with the values; raises Miss for other uses of it."""
     node, dropped = start, state.sinks is None
     path: list[fx.Node] = []
     zeroed: list[tuple[Term, fx.Node, Dims]] = []
@@ -76,7 +75,7 @@ def behind(start: fx.Node, dims: Dims, state: Scores) -> Behind:
 
 
 def _next(node: fx.Node) -> fx.Node:
-    """The one step that carries the weights on; raises Miss where others read them too."""
+    """Return the one node that carries the weights on; raises Miss where others read them too."""
     users = [user for user in node.users if op_name(user) not in SIZES]
     if len(users) > 1:
         users = [user for user in users if op_name(user) not in TESTS]
@@ -89,7 +88,7 @@ def _next(node: fx.Node) -> fx.Node:
 
 
 def _keeps(node: fx.Node, name: str) -> bool:
-    """Whether a step hands weights on: as they are, or with zeros in place of NaN, as a query that sees nothing has."""
+    """Return whether a step hands weights on unchanged, or with zeros in place of NaN (a query that sees no token)."""
     if name == "dropout":
         return bool(node.args[1] == 0.0 or not node.args[2])
     if name == "nan_to_num":
@@ -100,6 +99,7 @@ def _keeps(node: fx.Node, name: str) -> bool:
 
 
 def _drops_sinks(node: fx.Node, state: Scores) -> bool:
+    """Return whether a slice takes off the column of sinks and nothing else."""
     arguments = bind(node)
     before, after = sizes(node.args[0])[-1], sizes(node)[-1]  # type: ignore[arg-type]
     start = 1 if state.sinks_first else 0
@@ -108,14 +108,14 @@ def _drops_sinks(node: fx.Node, state: Scores) -> bool:
 
 
 def made_of(roots: Iterable[fx.Node], chain: Iterable[fx.Node]) -> Iterator[fx.Node]:
-    """The nodes through which ``roots`` depend on the nodes of ``chain``, none of these among them: tests of scores and weights."""
+    """Yield the nodes outside of ``chain`` through which ``roots`` depend on it, in graph order: tests of scores and weights, say."""
     stop = set(chain)
     first = min(stop)
     order: list[fx.Node] = []
     stack, seen = list(roots), set[fx.Node]()
     while stack:
         node = stack.pop()
-        # What stands ahead of the first product does not depend on it.
+        # Nodes before the chain's first node cannot depend on it.
         if node in seen or node in stop or node < first:
             continue
         seen.add(node)

@@ -1,9 +1,9 @@
-"""Log-sums of the scores that are read beside their softmax: sinks that stand behind the attention, or a result of their own.
+"""Log-sums of the scores, read in addition to their softmax: for sinks applied after the attention, or as a second result.
 
     softmax(x) @ v * sigmoid(logsumexp(x) - sink)    is    softmax([x, sink])[..., :-1] @ v
 
-because both are sum(exp(x) v) / (sum(exp(x)) + exp(sink)). Whatever else is made of a log-sum reads it as the attention's second result
-(``Attention.log_sums``), as where two attentions over parts of the tokens are merged:
+because both are sum(exp(x) v) / (sum(exp(x)) + exp(sink)). Any other use of a log-sum reads it as the attention's second result
+(``Attention.log_sums``), such as the merge of two attentions over parts of the tokens:
 
     o1 * sigmoid(l1 - l2) + o2 * sigmoid(l2 - l1)
 """
@@ -23,7 +23,7 @@ from kvcompile.passes.match.sites import MaskKind
 
 @dataclass(frozen=True)
 class Rescaled:
-    """A result times sigmoid(log-sum - sinks): the product of the two, the sinks with their dims, and all nodes between."""
+    """A result times sigmoid(log-sum - sinks): the product of both (``output``), the sinks with their dims, and all nodes between."""
 
     output: fx.Node
     sinks: fx.Node
@@ -32,12 +32,12 @@ class Rescaled:
 
 
 def log_sum(scores: fx.Node, dim: int) -> fx.Node | None:
-    """The log-sum of ``scores`` over their dim ``dim``, before or behind a cast; None where there is none."""
+    """Return the ``logsumexp`` node over dim ``dim`` of ``scores`` or of casts of them; None where there is not exactly one."""
     chain = [scores]
     while op_name(chain[-1]) in COPIES - {"dropout"} and is_tensor(chain[-1].args[0]):
         chain.append(operand(chain[-1]))
     dims = rank(scores)
-    # The softmax may cast for itself, and the log-sum apart from it.
+    # Softmax and log-sum may each have a cast of their own.
     casts = [user for node in chain for user in node.users if op_name(user) in COPIES - {"dropout"}]
     found = [
         user for node in dict.fromkeys((*chain, *casts)) for user in node.users
@@ -47,12 +47,15 @@ def log_sum(scores: fx.Node, dim: int) -> fx.Node | None:
 
 
 def dims_of(log: fx.Node, dim: int, state: Scores) -> Dims:
-    """The dims of a log-sum over the scores' dim ``dim``, by the scores' letters."""
+    """Return the dims of a log-sum over the scores' dim ``dim``, in letters of the scores."""
     return (*state.dims[:dim], *([()] if bind(log)["keepdim"] else []), *state.dims[dim + 1 :])
 
 
 def rescaled(log: fx.Node, dim: int, state: Scores, result: fx.Node, result_dims: Dims) -> Rescaled | None:
-    """The sinks by which a ``result`` of attention, with dims of the scores' letters, is scaled behind it; None where it is not."""
+    """Return the multiplication of an attention's ``result`` by sigmoid(log-sum - sinks); None where there is none.
+
+    ``result_dims``: the result's dims, in letters of the scores.
+    """
     dims = dims_of(log, dim, state)
     nodes, node = [log], log
     sinks: fx.Node | None = None
@@ -85,7 +88,7 @@ def rescaled(log: fx.Node, dim: int, state: Scores, result: fx.Node, result_dims
 
 
 def _to_result(scaled: fx.Node, factor: fx.Node, result: fx.Node) -> tuple[fx.Node, ...] | None:
-    """The copies between a result of attention and its multiplication by a factor; None where something else is multiplied."""
+    """Return the copies between an attention's result and its multiplication by a factor; None where something else is multiplied."""
     node = scaled.args[1] if scaled.args[0] is factor else scaled.args[0]
     nodes: list[fx.Node] = []
     while isinstance(node, fx.Node) and node is not result:

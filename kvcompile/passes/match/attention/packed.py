@@ -1,8 +1,8 @@
-"""Attention over packed sequences, whose rows lie one behind another in one dim: read as far as to refuse it where it reads a cache.
+"""Attention over packed sequences (batch rows one after another in one dim): recognised only to be refused over a cache.
 
     varlen_attn(q [tokens, H, D], k [cached, K, D], v, cu_seq_q, cu_seq_k, max_q, max_k)
 
-Where a row begins and ends is known on the device only, so that the cached tokens have no rows and no positions that a store could count.
+Where a row begins and ends is known on the device only, so the cached tokens have no rows and no positions that a store could count.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NAMES = frozenset({
 
 
 def recognise(node: fx.Node) -> Attention | None:
-    """None where a node is no such operator; raises Miss where it is one."""
+    """Return None for any node but an attention over packed rows, for which it raises Miss."""
     name = op_name(node)
     if name not in NAMES:
         return None

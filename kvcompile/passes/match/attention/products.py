@@ -1,7 +1,7 @@
-"""Tensor products of every spelling (matmul, bmm, mm, baddbmm, addmm, einsum) as letters of dims, einsum-like.
+"""Tensor products of every spelling (matmul, bmm, mm, baddbmm, addmm, einsum), with a letter for each dim as in einsum.
 
-A product says nothing about attention. Which letter is the tokens', which the heads' is read later, off the
-dim that the softmax runs over and off what the letters of the two products have in common (``roles``).
+A product alone does not show an attention. The roles of its letters are read later (``roles``), from the dim that the softmax runs over and
+from the letters that the two products share.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SPELL = "write it as torch.matmul, torch.bmm or a two-operand torch.einsum with 
 
 @dataclass(frozen=True)
 class Product:
-    """alpha * left x right (+ bias), with a letter for every dim of both and of the result; '' for a dim of size one that broadcasts."""
+    """A tensor product, alpha * left x right (+ bias), with a letter for every dim; '' for a dim of size one that broadcasts."""
 
     node: fx.Node
     left: fx.Node
@@ -32,15 +32,15 @@ class Product:
     bias: fx.Node | None = None
     alpha: float = 1.0
     factors: tuple[Factor, ...] = ()
-    """``alpha`` where it is no number of the graph."""
+    """The factor where only a call knows it; ``alpha`` is then 1."""
 
     def operands(self) -> tuple[tuple[fx.Node, tuple[str, ...]], tuple[fx.Node, tuple[str, ...]]]:
-        """Both operands with their letters."""
+        """Return both operands, each with its letters."""
         return (self.left, self.left_letters), (self.right, self.right_letters)
 
 
 def product(node: fx.Node) -> Product | None:
-    """The product that a node is, None where it is none; raises Miss where it is one that cannot be read."""
+    """Return the product that a node computes, None for other nodes; raises Miss where it cannot be read."""
     name = op_name(node)
     if name not in NAMES:
         return None
@@ -65,6 +65,7 @@ def product(node: fx.Node) -> Product | None:
 
 
 def _matmul(node: fx.Node, left: fx.Node, right: fx.Node) -> Product | None:
+    """Return a matrix product over the last two dims; None for vectors, or for more than 20 dims."""
     rank = len(sizes(node))
     if min(len(sizes(left)), len(sizes(right))) < 2 or rank > 20:
         return None
@@ -75,7 +76,7 @@ def _matmul(node: fx.Node, left: fx.Node, right: fx.Node) -> Product | None:
 
 
 def _aligned(operand: fx.Node, node: fx.Node, batch: str) -> tuple[str, ...]:
-    """The batch letters of an operand, aligned right with the result's; '' where it broadcasts."""
+    """Return the batch letters of an operand, aligned right with the result's; '' for a dim that broadcasts."""
     shape = sizes(operand)[:-2]
     full = sizes(node)[:-2]
     letters = batch[len(batch) - len(shape) :]
@@ -84,6 +85,7 @@ def _aligned(operand: fx.Node, node: fx.Node, batch: str) -> tuple[str, ...]:
 
 
 def _einsum(node: fx.Node, equation: str, operands: list[fx.Node]) -> Product | None:
+    """Return an einsum of two tensors as a product; raises Miss for a diagonal, or for another number of operands."""
     if len(operands) != 2 or not all(is_tensor(item) for item in operands):
         raise Miss(f"the einsum {equation!r} has {len(operands)} operands", node, advice=SPELL)
     text = equation.replace(" ", "")
@@ -116,5 +118,6 @@ def _einsum(node: fx.Node, equation: str, operands: list[fx.Node]) -> Product | 
 
 
 def _spread(term: str, dots: list[str]) -> tuple[str, ...]:
+    """Return the letters of an einsum term, with its ellipsis replaced by ``dots``."""
     head, found, tail = term.partition("...")
     return (*head, *(dots if found else ()), *tail)

@@ -1,8 +1,8 @@
-"""From letters to roles: which dim of a product of queries and keys is the batch, the heads, the new tokens, the cached ones.
+"""Roles of a product's letters: which dim of queries times keys is the batch, the heads, the new tokens, the cached tokens.
 
-The softmax says which letter is the cached tokens'. Letters in both operands are batch and heads; of the
-letters that only the queries have, one is the new tokens and another one the queries of a kv head. Where
-letters alone do not decide, every reading is a candidate, and the caches, the write and the mask choose.
+The softmax shows the letter of the cached tokens. Letters of both operands are batch and heads; of the letters that only the queries have,
+one is the new tokens and another one the query heads of a kv head. Where letters alone do not decide, every reading is a candidate, and the
+caches, the write and the mask choose.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from kvcompile.passes.match.attention.products import Product
 from kvcompile.passes.match.sites import Miss
 
 Dims = tuple[tuple[str, ...], ...]
-"""Per dim of a tensor the letters that it holds: one, several where dims were flattened, none for a dim of size one."""
+"""The letters that each dim of a tensor holds: one, several where dims were flattened, none for a dim of size one."""
 
 
 @dataclass
 class Letters:
-    """The letters of the scores, followed through reshapes: a letter that a reshape splits becomes several."""
+    """The letters of the scores with their sizes, followed through reshapes: a letter that a reshape splits becomes several."""
 
     size: dict[str, int] = field(default_factory=dict)
     parts: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def note(self, node: fx.Node, letters: Sequence[str]) -> Dims:
-        """Remember the sizes of a tensor's letters; its dims."""
+        """Record the sizes of a tensor's letters; return its dims."""
         for letter, size in zip(letters, sizes(node), strict=True):
             if letter:
                 self.size[letter] = max(size, self.size.get(letter, 1))
         return tuple((letter,) if letter else () for letter in letters)
 
     def atoms(self, letter: str) -> tuple[str, ...]:
-        """Return the letters that a letter was split into; itself where it was not."""
+        """Return the letters that a letter was split into, or the letter itself."""
         parts = self.parts.get(letter)
         return tuple(atom for part in parts for atom in self.atoms(part)) if parts else (letter,)
 
     def settled(self, dims: Dims) -> Dims:
-        """Dims with every split letter as its parts."""
+        """Return dims with every split letter replaced by its parts."""
         return tuple(tuple(atom for letter in dim for atom in self.atoms(letter)) for dim in dims)
 
     def reshaped(self, dims: Dims, before: tuple[int, ...], after: tuple[int, ...], node: fx.Node) -> Dims:
-        """Dims behind a reshape from ``before`` to ``after``; raises Miss where letters would be mixed."""
+        """Return the dims after a reshape from sizes ``before`` to sizes ``after``; raises Miss where letters would be mixed."""
         dims = self.settled(dims)
         found: list[tuple[str, ...]] = []
         i = j = 0
@@ -82,10 +82,11 @@ class Letters:
         return tuple(found)
 
     def _opens(self, dims: Dims, before: tuple[int, ...], after: tuple[int, ...], i: int, j: int) -> bool:
-        """Whether a new dim of size one is the first part of a flattened dim that holds a letter of size one first."""
+        """Return whether a new dim of size one is split off the front of a flattened dim that begins with a letter of size one."""
         return i < len(before) and len(dims[i]) > 1 and self.size.get(dims[i][0]) == 1 and after[j + 1 : j + 2] == before[i : i + 1]
 
     def _regrouped(self, inside: list[tuple[str, ...]], after: list[int], node: fx.Node) -> list[tuple[str, ...]]:
+        """Return the letters of the dims ``inside``, distributed over dims of sizes ``after``; splits a lone letter. Raises Miss."""
         letters = [letter for dim in inside for letter in dim]
         if len(after) == 1:
             return [tuple(letters)]
@@ -122,17 +123,20 @@ def _mixed(node: fx.Node) -> Miss:
 
 @dataclass(frozen=True)
 class Naming:
-    """One reading: the role of every letter."""
+    """A reading of a product: the role of every letter."""
 
     names: dict[str, str]
 
     def roles(self, dims: Dims) -> tuple[str, ...]:
-        """The role of every dim; several letters where dims were flattened, '' for a dim of size one."""
+        """Return the role of every dim: several letters for a flattened dim, '' for a dim of size one."""
         return tuple("".join(self.names[letter] for letter in dim) for dim in dims)
 
 
 def readings(product: Product, letters: Letters, tokens: str) -> tuple[int, Iterator[Naming]]:
-    """(which operand the keys are, every way to name the letters, the likeliest first); ``tokens`` is the softmax's letter."""
+    """Return (which operand is the keys, every way to name the letters, likeliest first); raises Miss for no product of queries and keys.
+
+    ``tokens``: the letter that the softmax runs over.
+    """
     keys = [index for index, (_, spelled) in enumerate(product.operands()) if tokens in spelled]
     if len(keys) != 1:
         raise Miss("the softmax runs over no dim of the keys alone", product.node, advice="take the softmax over the cached tokens")
@@ -155,7 +159,7 @@ def readings(product: Product, letters: Letters, tokens: str) -> tuple[int, Iter
 
 
 def _named(shared: int, queries: int, node: fx.Node) -> Iterator[tuple[str, ...]]:
-    """Names for the shared letters and then for the queries' own, the likeliest first."""
+    """Yield names for the ``shared`` letters, then for the queries' own, likeliest first; raises Miss for unknown numbers of dims."""
     heads: dict[int, list[tuple[str, ...]]] = {
         0: [()], 1: [("BH",)], 2: [("B", "H"), ("H", "B")], 3: [("B", "K", "G"), ("B", "G", "K"), ("K", "B", "G")],
     }

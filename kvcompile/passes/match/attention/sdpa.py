@@ -9,7 +9,7 @@
     append(new_k, k_planes, unsqueeze(pos, 0), "int8"); append(new_v, v_planes, unsqueeze(pos, 0), "int8")
     out   = attend(q, k_planes, v_planes, hi=unsqueeze(pos, 0), lo=None, keep=None, bias=None, "int8", "int8", scale)
 
-The operators behind it, which authors call for the log-sum that they give beside the result, take the same operands.
+The fused operators that implement it take the same operands; models call them for the log-sums that they return as well.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ FUSED = frozenset({
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_fused_attention_overrideable",
 })
-"""Operators over [B, H, S, D] whose results are the output, the log-sums [B, H, S], and what their backward needs."""
+"""Operators over [B, H, S, D] that return the output, the log-sums [B, H, S], and tensors for their backward."""
 
 
 def mask_roles(node: fx.Node, roles: tuple[str, ...], tokens: int) -> tuple[str, ...]:
-    """Roles of a mask operand's dims, aligned right with the scores' roles; '' where a dim only broadcasts."""
+    """Return the roles of a mask's dims, aligned right with the scores' ``roles``; '' for a dim that broadcasts."""
     shape = sizes(node)
     aligned = roles[len(roles) - len(shape) :]
     return tuple(role if size != 1 or (role == "T" and tokens == 1) else "" for role, size in zip(aligned, shape, strict=True))
 
 
 def recognise(node: fx.Node) -> Attention | None:
-    """The attention of an SDPA node, None where the node is no SDPA; raises Miss where it cannot be one of ours."""
+    """Return the attention of an SDPA node or fused operator, None for other nodes; raises Miss where it is not supported."""
     name = op_name(node)
     if name not in NAMES | FUSED:
         return None
@@ -87,7 +87,7 @@ def recognise(node: fx.Node) -> Attention | None:
 
 
 def _results(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None, tuple[fx.Node, ...]]:
-    """(output, log-sums where they are read, all nodes) of a fused operator; raises Miss where something else of it is read."""
+    """Return (output, log-sums, all nodes) of a fused operator, None for unread ones; raises Miss where it is read in another way."""
     found: dict[int, fx.Node] = {}
     for user in node.users:
         index = user.args[1] if op_name(user) == "getitem" else None
@@ -99,14 +99,14 @@ def _results(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None, tuple[fx.No
         raise Miss(
             f"{op_name(node)} is asked for more than its output and its log-sum", *found.values(), advice="leave them out when decoding",
         )
-    # A kernel may pad the queries.
+    # Some kernels pad the queries.
     if log is not None and sizes(log) != sizes(operand(node))[:3]:
         raise Miss(f"{op_name(node)} pads its log-sums", log, advice="call it with compute_log_sumexp for whole blocks of queries")
     return output, log, (node, *(item for item in (output, log) if item is not None))
 
 
 def _tiled(attention: Attention) -> Attention:
-    """Return the attention with its groups before the kv heads."""
+    """Return the attention with its head dims read as groups, then kv heads."""
     swap = {"K": "G", "G": "K"}
     turned = lambda roles: tuple(swap.get(role, role) for role in roles)  # noqa: E731
     return replace(

@@ -33,7 +33,10 @@ from kvcompile.passes.match.sites import Attention, MaskKind, MaskTerm, Miss, Ze
 
 
 def _chain(scores: fx.Node) -> tuple[Product, list[tuple[fx.Node, fx.Node]]]:
-    """From the softmax back to the first product: (step, the operand it was reached through), product first."""
+    """Return the product that a softmax's scores come from, and the steps between, each with its operand that carries the scores.
+
+    Raises Miss at a node that is no known step.
+    """
     steps: list[tuple[fx.Node, fx.Node]] = []
     node = scores
     while True:
@@ -53,7 +56,7 @@ def _chain(scores: fx.Node) -> tuple[Product, list[tuple[fx.Node, fx.Node]]]:
 
 
 def recognise(node: fx.Node) -> Attention | None:
-    """The attention around a softmax; None where there is none, Miss where it almost is."""
+    """Return the attention around the softmax that ``node`` completes; None where there is none, raises Miss where it almost is one."""
     found = weights.read(node)
     if found is None:
         return None
@@ -103,7 +106,7 @@ def recognise(node: fx.Node) -> Attention | None:
 
 
 def _result_dims(after: Behind, state: Scores) -> Dims:
-    """The dims of the product with the values, by the scores' letters: () for the values' channels."""
+    """Return the dims of the product with the values, in letters of the scores; () for the values' channels."""
     at = dict(zip(after.product.operands()[after.side][1], after.dims, strict=True))
     return state.letters.settled(tuple(at.get(letter, ()) for letter in after.product.letters))
 
@@ -111,7 +114,7 @@ def _result_dims(after: Behind, state: Scores) -> Dims:
 def _attentions(
     state: Scores, first: Product, key: int, named: Iterator[Naming], after: Behind, output: fx.Node, nodes: tuple[fx.Node, ...],
 ) -> Iterator[Attention]:
-    """One attention for every way to name the letters."""
+    """Yield one attention for every way to name the letters; raises Miss where the second product does not sum over cached tokens."""
     last, side = after.product, after.side
     keys, key_letters = first.operands()[key]
     queries, query_letters = first.operands()[1 - key]
@@ -153,5 +156,6 @@ def _attentions(
 
 
 def _term(term: Term, naming: Naming, settle: object) -> MaskTerm:
+    """Return a term of the scores' normal form as a mask term, its dims named by roles."""
     factor = term.factor if term.kind is MaskKind.ADD else 1.0
     return MaskTerm(term.node, term.kind, naming.roles(settle(term.dims)), factor, term.dtype, term.score)  # type: ignore[operator]

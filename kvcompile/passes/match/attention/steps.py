@@ -1,4 +1,4 @@
-"""The steps between the two products of an attention, read one by one into a normal form: scale, softcap, masks, sinks."""
+"""Steps on the scores, from the product to the softmax, read one by one into a normal form: scale, softcap, masks, sinks."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from kvcompile.passes.match.sites import Factor, MaskKind, Miss
 
 VIEWS = named(Kind.RESHAPE, Kind.UNSQUEEZE)
 LEAST_FACTOR = 0.05
-"""Scores that were masked with the lowest number of their dtype may be multiplied by no less: it would no longer exclude."""
+"""The least factor of scores that were masked with the lowest number of their dtype; after a smaller one they may be visible."""
 MASKING = -1e4
-"""Scores that are replaced by more than this are not masked; those replaced by less are scores all the same, where others are lower."""
+"""The largest number that masks the scores that it replaces; unless it is the dtype's lowest, the result is still a score."""
 SEEN = "which is seen where all others are lower"
-"""What a number above the lowest of its dtype does that masked scores are replaced by."""
+"""Text of refusals: when a token is seen although a number above the lowest of its dtype replaces its score."""
 UNSEEN = "fill with -inf or with the lowest number of the scores' dtype (torch.finfo(scores.dtype).min)"
-"""What to replace masked scores by instead."""
+"""Text of refusals: the numbers that hide a token for certain."""
 PLAIN = "mask with masked_fill(..., -inf), torch.where or an added mask, and scale by a number"
 
 
 @dataclass
 class Term:
-    """A mask operand, what it does, and the letters of its dims."""
+    """A mask operand, its effect on the scores, and the letters of its dims."""
 
     node: fx.Node
     kind: MaskKind
@@ -44,17 +44,17 @@ class Term:
 
     @property
     def score(self) -> float:
-        """The final score of an excluded token: -inf where it is the lowest number of its dtype, which no other comes near."""
+        """The final score of an excluded token: -inf where ``fill`` is the lowest number of its dtype, else ``fill`` times ``factor``."""
         return -math.inf if self.fill <= lowest(self.dtype) else self.fill * self.factor
 
 
 Statistics = tuple[tuple[fx.Node, Dims], ...]
-"""Scores and weights that a mask of weights may be made from, each with its dims."""
+"""Scores and weights that a mask of weights may be computed from, each with its dims."""
 
 
 @dataclass
 class Scores:
-    """The scores' normal form while the steps are read from the product to the softmax."""
+    """The normal form of scores, filled in while the steps are read from the product to the softmax."""
 
     product: Product
     letters: Letters
@@ -67,28 +67,28 @@ class Scores:
     sinks_first: bool = False
     sink_dims: Dims = ()
     beside: Summand | None = None
-    """A second product that is added, relative to the first before any scale: more channels of queries and keys."""
+    """A second product that is added, its factor relative to the first product's before any scale: more channels of queries and keys."""
     instead: Term | None = None
-    """The same sum read as a mask, where the second product is none with cached keys."""
+    """The second product as a mask, for the reading in which it is no product with cached keys."""
     zeroed: list[tuple[Term, Statistics]] = field(default_factory=list)
-    """Masks of weights, each with what it may be made from."""
+    """Masks of weights, each with the scores and weights that it may be computed from."""
     rounding: float = 0.0
     factors: list[Factor] = field(default_factory=list)
-    """What the scores are multiplied with that is no number of the graph."""
+    """Factors of the scores that only a call knows."""
     log_sums: fx.Node | None = None
     log_sum_dims: Dims = ()
 
     def mask(
         self, node: fx.Node, kind: MaskKind, factor: float = 1.0, dtype: torch.dtype = torch.float32, fill: float = -math.inf,
     ) -> None:
-        """Add one mask operand of the scores, its dims aligned right with theirs.
+        """Add a mask operand of the scores, its dims aligned right with theirs.
 
-        ``factor``, ``dtype``: what it is multiplied with and the dtype it is added in; ``fill``: what the excluded scores become.
+        ``factor``, ``dtype``: its factor, and the dtype in which it is added; ``fill``: the number that excluded scores become.
         """
         self.masks.append(replace(self.term(node, kind, self.dims), factor=factor, dtype=dtype, fill=fill))
 
     def term(self, node: fx.Node, kind: MaskKind, masked: Dims) -> Term:
-        """A mask operand of scores or weights whose dims are ``masked``, its own aligned right with these."""
+        """Return the mask term of an operand whose dims align right with ``masked``, the masked tensor's dims; raises Miss."""
         shape = sizes(node)
         aligned = masked[len(masked) - len(shape) :]
         dims = []
@@ -103,7 +103,7 @@ class Scores:
 
 
 def scores_operand(node: fx.Node) -> fx.Node | None:
-    """The operand of a step that carries the scores: for where, the branch that is no constant; None where this is no step."""
+    """Return the operand of a step that carries the scores (of ``where``, the branch that is no constant); None for other nodes."""
     name = op_name(node)
     if name == "where":
         branches = [item for item in node.args[1:3] if is_tensor(item) and constant(item) is None]
@@ -125,6 +125,7 @@ def scores_operand(node: fx.Node) -> fx.Node | None:
 
 
 def _reaches_product(node: object, depth: int = 24) -> bool:
+    """Return whether the first operands of a value lead to a product of tensors within ``depth`` steps."""
     while isinstance(node, fx.Node) and depth:
         if op_name(node) in NAMES - {"mm", "addmm"}:
             return True
@@ -137,6 +138,7 @@ def _reaches_product(node: object, depth: int = 24) -> bool:
 
 
 def _scaled(state: Scores, node: fx.Node, factor: float) -> None:
+    """Multiply the scores by a number; raises Miss after a softcap, or where the masks would no longer hide."""
     if state.capping:
         state.scale, state.cap, state.capping = state.scale * factor, factor, False
         return
@@ -146,7 +148,7 @@ def _scaled(state: Scores, node: fx.Node, factor: float) -> None:
         raise Miss("the scores are scaled after a mask by a number that is not positive", node, advice="scale them before masking")
     state.scale *= factor
     for term in state.masks:
-        # Excluded scores are multiplied too: with the lowest number they keep apart from all others only by a factor that is not small.
+        # Excluded scores are multiplied too: the lowest number times a small factor may no longer hide them.
         term.factor *= factor
         if term.kind is not MaskKind.ADD and term.fill != -math.inf and term.factor < LEAST_FACTOR:
             raise Miss("masked scores are divided by a large number", node, advice="scale the scores before they are masked")
@@ -157,7 +159,7 @@ def _other(node: fx.Node, carried: fx.Node) -> object:
 
 
 def is_single(item: object) -> TypeGuard[fx.Node]:
-    """Whether an operand is one real number for all scores, which the graph computes or is given: a float, or a tensor of one element."""
+    """Return whether an operand is one real number for all scores that only a call knows: a float, or a tensor of one element."""
     if not isinstance(item, fx.Node):
         return False
     value = value_of(item)
@@ -167,7 +169,7 @@ def is_single(item: object) -> TypeGuard[fx.Node]:
 
 
 def _times(state: Scores, node: fx.Node, factor: Factor) -> None:
-    """Note a factor that only a call knows: the queries take it, which come ahead of all that was read so far but numbers."""
+    """Record a factor that only a call knows; raises Miss after a softcap or a mask, since the queries take it, before both."""
     if state.cap or state.capping:
         raise Miss(
             "the scores are scaled, behind or within a softcap, by a tensor", node,
@@ -178,7 +180,7 @@ def _times(state: Scores, node: fx.Node, factor: Factor) -> None:
             "the scores are scaled, after they were masked, by a number that only the call knows", node,
             advice="scale the scores (or the queries) before they are masked",
         )
-    # The second product's scores, read as a mask, would need the factor as well.
+    # As a mask, the second product would have to be multiplied too.
     state.instead = None
     state.factors.append(factor)
 
@@ -231,7 +233,7 @@ def _add(state: Scores, node: fx.Node, carried: fx.Node) -> None:
 
 
 def _bare(state: Scores) -> bool:
-    """Whether the scores are still a product times a number."""
+    """Return whether the scores are still a product times a number."""
     whole = state.dims == tuple((letter,) if letter else () for letter in state.product.letters)
     return whole and not state.masks and not state.cap and not state.capping and state.beside is None and not state.factors
 
@@ -248,12 +250,15 @@ def _where(state: Scores, node: fx.Node, carried: fx.Node) -> None:
 
 
 def _filled(state: Scores, node: fx.Node, item: object) -> float:
-    """Return the number that masked scores become: the lowest one of their dtype excludes them, any other is a score as well."""
+    """Return the number that replaces masked scores, rounded to their dtype.
+
+    Raises Miss where it does not mask, or is a second mask by a number above the lowest of the dtype.
+    """
     value, dtype = constant(item), value_of(node).dtype
     if value is None or not value <= MASKING:
         raise Miss("masked scores are filled with a value that does not exclude them", node, advice=PLAIN)
     value = cast(value, dtype)
-    # What was added before is replaced with the score: whether that may be said is told of the mask (``mask.masks``).
+    # Biases added before are replaced as well; ``mask.masks`` decides whether that can be expressed.
     if value > lowest(dtype) and any(term.kind is not MaskKind.ADD for term in state.masks):
         raise Miss(
             f"scores are masked a second time, by {value:g}, {SEEN}", node, advice=f"mask them once, or {UNSEEN}",
@@ -262,6 +267,7 @@ def _filled(state: Scores, node: fx.Node, item: object) -> float:
 
 
 def _sinks(state: Scores, node: fx.Node, carried: fx.Node) -> None:
+    """Record a column of sinks that is concatenated to the scores; raises Miss for any other concatenation."""
     operands = list(node.args[0])  # type: ignore[arg-type]
     other = operands[1] if operands[0] is carried else operands[0]
     last = int(bind(node)["dim"]) % len(sizes(node)) == len(sizes(node)) - 1
@@ -274,6 +280,7 @@ def _sinks(state: Scores, node: fx.Node, carried: fx.Node) -> None:
 
 
 def _shifted(state: Scores, node: fx.Node, carried: fx.Node) -> None:
+    """Skip the subtraction of the scores' own maximum, record that of a mask; raises Miss for any other."""
     other = node.args[1]
     while isinstance(other, fx.Node) and op_name(other) in COPIES | {"getitem", "unsqueeze"}:
         other = other.args[0]
@@ -289,7 +296,7 @@ def _shifted(state: Scores, node: fx.Node, carried: fx.Node) -> None:
 
 
 def _floor(state: Scores, node: fx.Node, carried: fx.Node) -> None:
-    """A clamp to what the dtype of the scores holds anyway changes none of them; with any other number it may."""
+    """Skip a clamp to the range of the scores' dtype, which changes none of them; raises Miss for any other."""
     del state, carried
     arguments, least = bind(node), lowest(value_of(node).dtype)
     bottom = arguments["min"] if "min" in arguments else node.args[1]
@@ -301,7 +308,7 @@ def _floor(state: Scores, node: fx.Node, carried: fx.Node) -> None:
 
 
 def viewed(letters: Letters, dims: Dims, node: fx.Node) -> Dims:
-    """Dims behind a reshape or a permutation of the scores or the weights."""
+    """Return the dims of scores or weights after a reshape or a permutation."""
     if op_name(node) in VIEWS:
         return letters.reshaped(dims, sizes(operand(node)), sizes(node), node)
     rank = len(dims)

@@ -1,8 +1,8 @@
-"""Scores that are a sum of two products: the same queries and keys over two runs of channels.
+"""Scores as a sum of two products: queries and keys multiplied over two runs of channels.
 
     q1 . k1 + q2 . k2 = [q1, q2] . [k1, k2]
 
-Which is how an author spells attention over a latent and a rotary part that are cached apart.
+Models that cache a latent and a rotary part apart spell their attention in this way.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvcompile.passes.match.sites import Miss, SecondProduct
 
 @dataclass(frozen=True)
 class Summand:
-    """A product that is added to scores of the same dims, times a number, and the nodes that it takes."""
+    """A product that is added to scores of the same dims, times ``factor``, with the nodes that compute it."""
 
     product: Product
     factor: float
@@ -29,7 +29,10 @@ class Summand:
 
 
 def summand(node: fx.Node, first: Product) -> Summand | None:
-    """A product of queries and keys behind ``node`` with the dims of ``first``; None where it is none."""
+    """Return the product of queries and keys that ``node`` is, up to copies and constant factors.
+
+    None where there is none whose operands have the same dims of the scores as those of ``first``.
+    """
     nodes, factor = [node], 1.0
     while (found := product(node)) is None:
         value = constant(node.args[1]) if op_name(node) in {"mul", "div"} else 1.0 if op_name(node) in COPIES else None
@@ -52,12 +55,15 @@ def _contracted(found: Product) -> list[str]:
 
 
 def spelled(found: Product, side: int) -> frozenset[int]:
-    """Which dims of the result an operand has."""
+    """Return the indices of the result's dims that operand ``side`` of a product has."""
     return frozenset(found.letters.index(letter) for letter in found.operands()[side][1] if letter in found.letters)
 
 
 def beside(item: Summand, first: Product, tokens: str, naming: Naming) -> SecondProduct:
-    """The second product's operands with the roles that ``naming`` gives the first's letters; ``tokens``: the cached tokens' letter."""
+    """Return the second product's operands, with the roles that ``naming`` gives to the first product's letters.
+
+    ``tokens``: the letter of the cached tokens in the first product. Raises Miss where the second is no product of queries and keys.
+    """
     names = {letter: naming.names.get(first.letters[at], "") for at, letter in enumerate(item.product.letters)}
     names |= {_contracted(item.product)[0]: "D", "": ""}
     sides = item.product.operands()

@@ -3,13 +3,12 @@
     softmax(x)                                    log_softmax(x).exp()          exp(x - logsumexp(x))
     exp(x - max(x)) / sum(exp(x - max(x)))        (softmax(x) * mask) / its sum (exp(x) * mask) / its sum
 
-What is multiplied by a factor of its own row before it is divided by its sum does not change, so the last
-two are a softmax over what the mask keeps.
+Division by the sum cancels a factor of the whole row, so the last two are a softmax over the tokens that the mask keeps.
 
     exp(x - max(x)) / (sum(exp(x - max(x))) + 1e-9)                             softmax(x) / sum(softmax(x)).clamp(min=1e-9)
 
-A sum of at least one does not change by an epsilon below its rounding. Nothing else is known to be as large: not the sum of exponentials
-whose maximum was not subtracted, nor one of which a mask left some out that the scores' maximum was taken over.
+An epsilon below the rounding does not change a sum of at least one. These two sums are at least one. A sum of exponentials whose maximum
+was not subtracted may be smaller, and so may one that a mask applies to after the maximum was taken over all scores.
 """
 
 from __future__ import annotations
@@ -31,26 +30,27 @@ SPELL = "use torch.softmax over the masked scores"
 
 @dataclass(frozen=True)
 class AttentionWeights:
-    """Normalised attention weights: the scores they are a softmax of, over which dim, what was masked after the exponential."""
+    """Normalised attention weights: a softmax of ``scores`` over ``dim``, with the masks that apply after the exponential."""
 
     scores: fx.Node
     dim: int
     nodes: tuple[fx.Node, ...]
     masks: tuple[tuple[fx.Node, MaskKind], ...] = ()
     zeroed: tuple[tuple[fx.Node, MaskKind], ...] = ()
-    """What was masked after the exponential and must have been masked ahead of it as well."""
+    """Masks after the exponential that must have been applied to the scores as well."""
     epsilon: float = 0.0
-    """What was added to a sum of at least one, below its dtype's rounding."""
+    """The number that was added to a sum of at least one, below its dtype's rounding; 0 for none."""
 
 
 def _same(node: Any) -> Any:
-    """A value without the casts and copies around it."""
+    """Return the value that casts and copies lead back to."""
     while isinstance(node, fx.Node) and op_name(node) in COPIES - {"dropout"} and node.args:
         node = node.args[0]
     return node
 
 
 def _between(node: Any, stop: Any) -> tuple[fx.Node, ...]:
+    """Return the nodes from ``node`` up to ``stop`` (left out), along first operands."""
     found = []
     while node is not stop and isinstance(node, fx.Node):
         found.append(node)
@@ -59,7 +59,7 @@ def _between(node: Any, stop: Any) -> tuple[fx.Node, ...]:
 
 
 def read(node: Any) -> AttentionWeights | None:
-    """The softmax that a node completes, None where it completes none; raises Miss where it almost does."""
+    """Return the softmax that a node completes, None where it completes none; raises Miss where it almost does."""
     name = op_name(node)
     if name in SOFTMAX:
         return AttentionWeights(node.args[0], _dim(node), (node,))
@@ -75,7 +75,7 @@ def _dim(node: fx.Node) -> int:
 
 
 def _logarithmic(node: fx.Node) -> AttentionWeights | None:
-    """``exp`` of a log-softmax."""
+    """Return the softmax that is ``exp`` of a log-softmax; None for other exponentials."""
     inner = _same(node.args[0])
     if op_name(inner) in {"log_softmax", "_log_softmax"}:
         return AttentionWeights(inner.args[0], _dim(inner), (*_between(node, inner), inner))
@@ -91,7 +91,10 @@ def _logarithmic(node: fx.Node) -> AttentionWeights | None:
 
 
 def _divided(node: fx.Node) -> AttentionWeights | None:
-    """``e / e.sum(-1, keepdim=True)`` where ``e`` is an exponential or a softmax, masked or not."""
+    """Return the softmax that is ``e / e.sum(-1, keepdim=True)``, with ``e`` an exponential or a softmax, masked or not.
+
+    None for other divisions; raises Miss where exponentials are divided by something else.
+    """
     top = node.args[0]
     numerator = _positive(top)
     if numerator is None:
@@ -123,12 +126,12 @@ def _divided(node: fx.Node) -> AttentionWeights | None:
 
 
 LEAST = 0.5
-"""What a sum of at least one is never below, whatever rounding did to it."""
+"""A lower bound of sums that are at least one before rounding."""
 
 
 @dataclass(frozen=True)
 class _Total:
-    """A sum as it stands below a division: plus ``epsilon``, or never less than ``floor``; ``nodes`` are the steps behind the sum."""
+    """A divisor: ``sum`` plus ``epsilon``, or clamped to at least ``floor``; ``nodes`` are the sum and the steps after it."""
 
     sum: fx.Node
     epsilon: float
@@ -137,7 +140,7 @@ class _Total:
 
 
 def _total(node: Any) -> _Total | None:
-    """The sum that something is divided by; None where it is none."""
+    """Return a divisor that is a sum, plus an epsilon or with a floor; None where it is no sum."""
     nodes: list[fx.Node] = []
     epsilon = floor = 0.0
     while isinstance(node, fx.Node) and (name := op_name(node)) != "sum":
@@ -155,7 +158,7 @@ def _total(node: Any) -> _Total | None:
 
 
 def _less_maximum(scores: fx.Node) -> bool:
-    """Whether scores are some less the largest of these: the largest exponential is then one."""
+    """Return whether the scores have their maximum subtracted, so that the largest exponential is one."""
     base = _same(scores)
     if op_name(base) not in {"sub", "sub_"} or bind(base).get("alpha", 1) != 1:
         return False
@@ -169,7 +172,10 @@ Positive = tuple[fx.Node, int | None, tuple[fx.Node, ...], tuple[tuple[fx.Node, 
 
 
 def _positive(node: Any) -> Positive | None:
-    """(scores, the dim they are already normalised over, nodes, masks) where a value is exp(scores) * masks up to a factor of its row."""
+    """Return (scores, dim, nodes, masks) of a value that is exp(scores) times masks, up to a factor of each row; None for others.
+
+    ``dim``: the dim over which a softmax has normalised them already; None for plain exponentials.
+    """
     base = _same(node)
     if not is_tensor(base):
         return None
@@ -191,7 +197,7 @@ def _positive(node: Any) -> Positive | None:
 
 
 def masked(node: Any) -> tuple[fx.Node, fx.Node, MaskKind] | None:
-    """(what is masked, the mask, what it does) of a step that sets masked weights to zero."""
+    """Return (weights, mask, effect of the mask) of a step that sets masked weights to zero; None for other nodes."""
     name = op_name(node)
     if name in {"masked_fill", "masked_fill_"} and constant(node.args[2]) == 0.0:
         return node.args[0], node.args[1], MaskKind.FILL
@@ -208,7 +214,7 @@ def masked(node: Any) -> tuple[fx.Node, fx.Node, MaskKind] | None:
 
 
 def zero_or_one(node: Any) -> bool:
-    """Whether a tensor is a boolean one, or such a one cast to numbers."""
+    """Return whether a tensor is boolean, or a boolean one cast to numbers."""
     while isinstance(node, fx.Node):
         if is_tensor(node) and value_of(node).dtype == torch.bool:
             return True
