@@ -1,1 +1,1 @@
-"""Caches in every spelling: where an operand is kept, how it is written, how it is read."""
+"""Caches in every spelling: their layout, their writes and their reads."""

@@ -1,4 +1,4 @@
-"""Advice: refusals of operands that are no plain view of a cache, with what the author could write instead."""
+"""Advice: the refusals of operands that are no plain view of a cache, with code that the author could write instead."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WHOLE = "read the cache from its first token, all rows and channels, heads in or
 
 
 def made_from(behind: fx.Node, base: fx.Node | None) -> Miss:
-    """Return the refusal of keys or values that are computed from a cache; ``base`` is where the operand's views end."""
+    """Return the Miss of keys or values that are computed from the cache ``behind``; ``base``: the node where the operand's views end."""
     name = op_name(base)
     if base is not None and (miss := learned(base)) is not None:
         return miss
@@ -41,7 +41,7 @@ def made_from(behind: fx.Node, base: fx.Node | None) -> Miss:
 
 
 def learned(join: fx.Node) -> Miss | None:
-    """Return the refusal of a concatenation with tokens that all rows share, as memory keys are; None where no part is such."""
+    """Return the Miss of a concatenation with tokens that all rows share, such as memory keys; None where no part is such."""
     for part in bind(join)["tensors"] if op_name(join) in CONCATENATIONS else ():
         trail = trace(part, lambda node: node.op == "placeholder")
         if trail.base.op == "placeholder" and any(op_name(node) in REPEATS for node in trail.path):
@@ -53,11 +53,12 @@ def learned(join: fx.Node) -> Miss | None:
 
 
 def no_plain_view(trail: Trail, columns: dict[str, tuple[np.ndarray, int]], operand: fx.Node, token_dim: int) -> Miss:
-    """Return the refusal of an operand that holds the cache's elements, but not all of them in order."""
+    """Return the Miss of an operand that holds the cache's elements, but not all of them in order."""
     return Miss(f"the operand is no plain view of the whole cache: {_missing(trail, columns, token_dim)}", operand, advice=WHOLE)
 
 
 def _missing(trail: Trail, columns: dict[str, tuple[np.ndarray, int]], token_dim: int) -> str:
+    """Return in words which elements of the cache an operand lacks, or that their order differs."""
     tokens = trail.there[:, token_dim] - columns["T"][0]
     if (tokens == tokens[0]).all() and tokens[0]:
         return f"it begins at token {tokens[0]}"

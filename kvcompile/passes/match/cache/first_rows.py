@@ -1,4 +1,4 @@
-"""First rows: a cache made for a largest batch, of which a call writes and reads as many rows as it brings.
+"""First rows: a cache made for a largest batch, and calls that write and read its first rows alone.
 
 ::
 
@@ -7,8 +7,8 @@
     after:
     append(k, planes, positions [1, n], "int8")      planes of b rows: the runtime keeps the other rows aside (``runtime.parked_rows``)
 
-Rows are counted from the first one, and attention reads those that are written, no more and no fewer: both hold for all sizes that the
-graph's guards admit, not only for those that it was traced with.
+The rows begin at the first one, and attention reads exactly the rows that are written. Both hold for all sizes that the graph's guards
+admit.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from kvcompile.passes.match.sites import FirstRows, Miss, Slot, Write
 
 
 def within(shape: Sequence[int], rows: FirstRows) -> tuple[int, ...]:
-    """Return the sizes of a cache tensor with its rows those that a graph reads."""
+    """Return a cache tensor's sizes, with the rows that the graph reads in place of all rows."""
     return tuple(hint(rows.count) if dim == rows.dim else size for dim, size in enumerate(shape))
 
 
 def rows_held(slot: Slot) -> int:
-    """Return how many rows the cache tensor of a slot has, those that a graph does not read among them."""
+    """Return how many batch rows the cache tensor of a slot has, including rows that the graph does not read."""
     rows = slot.write.first_rows
     return hint(slot.batch) if rows is None else sizes(slot.root)[rows.dim]
 
 
 def same_rows(one: Slot, other: Slot) -> bool:
-    """Whether two slots read equally many rows of their caches, or both all of them."""
+    """Return whether two slots read equally many rows of their caches, or both read all rows."""
     a, b = one.write.first_rows, other.write.first_rows
     if a is None or b is None:
         return a is b
@@ -45,7 +45,7 @@ def same_rows(one: Slot, other: Slot) -> bool:
 
 
 def check_read(trail: Trail, read: Read, write: Write) -> None:
-    """Raise Miss where an attention may read other rows than those that a write to the first ones wrote."""
+    """Raise Miss where an attention may read other rows than a write to the first rows wrote."""
     rows, root = write.first_rows, trail.base
     if rows is None:
         return
@@ -64,7 +64,7 @@ def check_read(trail: Trail, read: Read, write: Write) -> None:
 
 
 def _cuts(node: fx.Node, root: fx.Node, dim: int) -> bool:
-    """Whether a range cuts ``dim`` of the cache that it is a view of."""
+    """Return whether a slice cuts ``dim`` of the cache that it is a view of."""
     above = trace(operand(node), lambda item: item is root, scales=True)
     along = int(bind(node)["dim"]) % len(sizes(node))
     there, here = above.there[:, dim], above.here[:, along]
@@ -72,6 +72,6 @@ def _cuts(node: fx.Node, root: fx.Node, dim: int) -> bool:
 
 
 def _told(node: fx.Node) -> object:
-    """Return where a range begins, as it is told to the author."""
+    """Return the start of a slice for a message: a number, or the value of the node that computes it."""
     start = begins(node)
     return value_of(start) if isinstance(start, fx.Node) else start

@@ -1,13 +1,12 @@
 """Caches that are updated out of place: ``new = cache.index_copy(2, pos, k)``, scatter, index_put, slice_scatter, select_scatter.
 
-What is made is a new tensor that the caller gets back and passes to the next call; the write is the one that
-the in-place operator of the same name would do.
+The result is a new tensor, which the caller passes to the next call. Its write is that of the in-place operator of the same name.
 
 ::
 
     new = index_copy(cache, 2, pos, k)      returned, and read by attention
     after:
-    append(k, planes, unsqueeze(pos, 0), "int8")      the stores' planes are written in place, nothing is returned
+    append(k, planes, unsqueeze(pos, 0), "int8")      the store's planes are written in place, nothing is returned
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from kvcompile.passes.match.sites import Miss, Position, Write
 
 
 def _slice_scatter(node: fx.Node, root: fx.Node) -> Write:
-    """Read the write of ``torch.slice_scatter(cache, values, dim, start, end)``."""
+    """Return the write of ``torch.slice_scatter(cache, values, dim, start, end)``; raises Miss."""
     arguments = bind(node)
     values, rank = arguments["src"], len(sizes(node))
     dim = int(arguments["dim"]) % rank
@@ -36,7 +35,7 @@ def _slice_scatter(node: fx.Node, root: fx.Node) -> Write:
 
 
 def _select_scatter(node: fx.Node, root: fx.Node) -> Write:
-    """Read the write of ``torch.select_scatter(cache, values, dim, index)``: one token, whose dim the values lack."""
+    """Return the write of ``torch.select_scatter(cache, values, dim, index)``: one token, whose dim the values lack; raises Miss."""
     arguments = bind(node)
     rank, index = len(sizes(node)), arguments["index"]
     dim = int(arguments["dim"]) % rank
@@ -47,11 +46,11 @@ def _select_scatter(node: fx.Node, root: fx.Node) -> Write:
 
 
 OUT_OF_PLACE = {Kind.WRITE_RANGE: _slice_scatter, Kind.WRITE_ENTRY: _select_scatter}
-"""Readers of the writes that exist out of place only."""
+"""The recogniser of each kind of write that exists out of place only."""
 
 
 def copied_back(node: fx.Node, root: fx.Node) -> Write | None:
-    """Return the write of ``cache.copy_(cache.index_copy(...))``; None where the copied tensor is no update of the cache itself."""
+    """Return the write of ``cache.copy_(cache.index_copy(...))``; None where the copied tensor is no update of this cache alone."""
     arguments = bind(node)
     made = arguments["src"]
     if arguments["self"] is not root or not isinstance(made, fx.Node) or len(made.users) != 1:
@@ -63,7 +62,7 @@ def copied_back(node: fx.Node, root: fx.Node) -> Write | None:
 
 
 def update(node: fx.Node) -> tuple[fx.Node, Write] | None:
-    """Return (the tensor that is updated, the write) of an update out of place, whose result is the write's root; None for other nodes."""
+    """Return (updated tensor, write) of an out-of-place update; None for other nodes. The write's root is the update's result."""
     if op_name(node) not in UPDATES:
         return None
     past, kind = bind(node)["self"], KINDS[op_name(node)]

@@ -1,7 +1,7 @@
-"""Gathers: operations that pick elements of a tensor by integer tensors. One function each, in one ordered literal.
+"""Gathers: operators that pick elements of a tensor by integer tensors, with one handler each in ``GATHERS``.
 
-What an index tensor holds is not known here, so a gather says which dim of its source is indexed by which
-element of which tensor, and what passes through.
+The values of index tensors are not known here. A handler returns the source's indexed dims, each with its index tensor and the elements of
+it that sampled results use, and the coordinates along the other dims.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ INTEGERS = {torch.int64, torch.int32}
 
 @dataclass(frozen=True)
 class Index:
-    """A dim of the source that is indexed by a tensor, and the tensor's elements that sampled results come from."""
+    """An indexed dim of a gather's source, its index tensor, and the elements of it that sampled results use (``coords``)."""
 
     dim: int
     node: fx.Node
@@ -33,7 +33,7 @@ class Index:
 
 @dataclass(frozen=True)
 class Gathered:
-    """A gather and its source; ``through`` are the source's dims that are not indexed, with the coordinates along them."""
+    """A gather at sampled results: its source and indices; ``through``: coordinates along the source's other dims, by dim."""
 
     node: fx.Node
     source: fx.Node
@@ -43,7 +43,10 @@ class Gathered:
 
 @dataclass(frozen=True)
 class Indexed:
-    """The shape of ``source[indices]``: which dims of the result the broadcast indices are (``first`` on, ``shape``)."""
+    """The layout of ``source[indices]``, with index tensors at the dims ``used``.
+
+    ``shape``: that of the broadcast indices, whose dims are those of the result from ``first`` on.
+    """
 
     used: tuple[int, ...]
     first: int
@@ -53,12 +56,12 @@ class Indexed:
 
     @property
     def dims(self) -> tuple[int | None, ...]:
-        """For every dim of the result the source's dim that runs along it, None for the indices' own."""
+        """For every dim of the result, the source's dim that runs along it; None for a dim of the indices."""
         return (*self.rest[: self.first], *[None] * len(self.shape), *self.rest[self.first :])
 
 
 def indexed(rank: int, indices: dict[int, fx.Node]) -> Indexed:
-    """Return how PyTorch lays out ``source[..., index, ...]`` with index tensors at some of ``rank`` dims."""
+    """Return the layout that PyTorch gives ``source[..., index, ...]`` with index tensors at some of ``rank`` dims."""
     used = tuple(sorted(indices))
     adjacent = used == tuple(range(used[0], used[-1] + 1))
     shape = np.broadcast_shapes(*[sizes(indices[dim]) for dim in used])
@@ -66,7 +69,7 @@ def indexed(rank: int, indices: dict[int, fx.Node]) -> Indexed:
 
 
 def integer_indices(given: object, rank: int) -> dict[int, fx.Node] | None:
-    """Return the index tensors of an advanced index by dim; None where there is none, or one that is no integer tensor."""
+    """Return {dim: index tensor} of an advanced index; None where it has no index tensor, or one that is not of integers."""
     listed = list(given)  # type: ignore[call-overload]
     found = {dim: item for dim, item in enumerate(listed) if item is not None}
     fine = all(is_tensor(item) and value_of(item).dtype in INTEGERS for item in found.values())
@@ -74,7 +77,7 @@ def integer_indices(given: object, rank: int) -> dict[int, fx.Node] | None:
 
 
 def counted(index: fx.Node, coords: Coords) -> np.ndarray | None:
-    """Return the values of elements of an index that is 0, 1, 2, ... along one of its dims; None for any other tensor."""
+    """Return the values at ``coords`` of an index that is 0, 1, 2, ... along one of its dims; None for any other tensor."""
     node = index
     while op_name(node) != "arange":
         moved = step(node, coords)
@@ -142,6 +145,6 @@ GATHERS: dict[str, Callable[[fx.Node, Coords], Gathered | None]] = {
 
 
 def gathered(node: fx.Node, coords: Coords) -> Gathered | None:
-    """Return the source elements of sampled results of a gather, None where ``node`` is no gather."""
+    """Return the source elements that sampled results of a gather read; None where ``node`` is no gather that is understood."""
     handler = GATHERS.get(op_name(node))
     return handler(node, coords) if handler is not None else None

@@ -1,4 +1,4 @@
-"""Find the one write into the part of a cache that an attention reads: ahead of the read, into the cache's own memory."""
+"""Find the one write into the part of a cache that an attention reads, in the cache's own memory."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from kvcompile.passes.match.sites import Miss, Write
 def one_write(
     root: fx.Node, trail: Trail, attention: fx.Node, effects: Effects, recognise: Callable[[fx.Node, fx.Node], Write | None],
 ) -> Write:
-    """Return the one write into the part of ``root`` that a trail ends at; raises Miss where there is none, several, or one too late.
+    """Return the one write into the part of ``root`` that a trail ends at; ``late`` where it comes after the attention.
 
-    ``recognise`` answers what a node writes to the root, None where that is another part of it.
+    ``recognise(node, root)`` returns a node's write to the root, None where it writes another part. Raises Miss where there is no write, or
+    several, where it goes to a copy, and where attention reads a copy that was made before it.
     """
     writes = effects.writes.get(root, ())
     hits = []

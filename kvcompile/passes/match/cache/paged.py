@@ -1,12 +1,11 @@
 """Paged caches: attention gathers tokens by block tables, by token tables, or by the rows that are assigned to requests.
 
-Such a cache is a pool: what is neither head nor channel of it is a place, and places are numbered in the order
-of the pool's dims. A gather by integer tensors says which places each row's tokens lie in, and the write says
-which places new tokens go to. Both are read off sampled coordinates: every indexed dim is a weight in the
-number of the place, whatever views stand between the gather and the pool.
+Such a cache is a pool: its dims other than heads and channels number its slots, in order. A gather by integer tensors picks the slots of
+each row's tokens, and a write by integer tensors those of the new tokens. Both are read off sampled coordinates: every indexed dim has a
+weight in the slot number, whatever views are between the gather and the pool.
 
-The order of places says nothing about the order of tokens, so nothing is known on the host of what was written:
-the store holds all places from the start. What attention reads is gathered from the store as codes.
+The order of slots is not the order of tokens, so the host does not know which slots are filled: the store has all slots from the start.
+Attention reads codes that are gathered from the store.
 
 ::
 
@@ -15,7 +14,7 @@ the store holds all places from the start. What attention reads is gathered from
     out  = scaled_dot_product_attention(q, transpose(keys, 1, 2), ...)
     after:
     append(k, planes, unsqueeze(slot_mapping, 0), "int8")
-    read = gather(planes, block_table * 16 + arange(16), "int8")      codes, as they are
+    read = gather(planes, block_table * 16 + arange(16), "int8")      codes, not decoded
     out  = attend(q, read, ...)
 """
 
@@ -45,13 +44,13 @@ OTHER_ORDER = "the attention gathers from a copy of the cache whose places lie i
 
 
 def find(trail: Trail, read: Read, attention: fx.Node, effects: Effects) -> Slot | None:
-    """Return the paged cache behind a gather that an operand's trail ends at, None without a gather; raises Miss for one not understood."""
+    """Return the paged cache behind the gather at the end of a trail, None without a gather; raises Miss for one that is not understood."""
     taken = gathered(trail.base, trail.there)
     if taken is None:
         return None
     root = effects.root.get(taken.source, taken.source)
     if root.op != "placeholder" or (not effects.writes.get(root) and len(sizes(root)) < 3):
-        # A matrix that nobody writes is a table of embeddings.
+        # A matrix that is never written is an embedding table.
         return None
     found = follow(taken.source, _anywhere(taken), root)
     if found is None:
@@ -67,13 +66,13 @@ def find(trail: Trail, read: Read, attention: fx.Node, effects: Effects) -> Slot
         except Miss as miss:
             missed.setdefault((reading.columns["K"][1], reading.columns["B"][1]), miss)
     if missed:
-        # What a reading says that takes rows or heads for less than they are is beside the point.
+        # The reading with the most heads, then rows, is the likeliest, so its reason is the one to report.
         raise missed[max(missed)]
     return None
 
 
 def _slot(way: Trail, taken: Gathered, read: Read, reading: Reading, axes: Axes, attention: fx.Node, effects: Effects) -> Slot:
-    """Return the paged cache at the end of a trail, under one reading of the operand; raises Miss where its indices are not understood."""
+    """Return the slot of a paged cache under one reading of the operand; raises Miss where its write or its indices are not understood."""
     root, gather, columns = way.base, taken.node, reading.columns
     if not effects.writes.get(root):
         raise Miss(
@@ -98,22 +97,22 @@ def _slot(way: Trail, taken: Gathered, read: Read, reading: Reading, axes: Axes,
 
 
 def _rows(read: Read, columns: Columns) -> Any:
-    """Return the number of batch rows, an int or a SymInt: the size of the operand's dim of rows, less what is flattened into it."""
+    """Return the number of batch rows, an int or a SymInt: the size of the operand's dim of rows, divided by the heads in that dim."""
     rows = columns["B"][1]
     for role, size in zip(read.roles, value_of(read.operand).shape, strict=True):
         if "B" in role and "T" not in role:
-            # Heads and channels beside the rows: as many in every world, or the site is refused.
+            # The heads in this dim are as many in every world, or the site is refused.
             return plain(size // (hint(size) // rows))
     return rows
 
 
 def _of_a_row(write: Write, batch: Any) -> Write:
-    """Return the write with the number of tokens of one row, where all rows have as many."""
+    """Return the write with ``count`` as the tokens of one row; unchanged where rows do not have equally many."""
     return write if hint(write.count) % hint(batch) else replace(write, count=plain(write.count // batch))
 
 
 def _anywhere(taken: Gathered) -> Coords:
-    """Return sample coordinates in the source of a gather: random where it is indexed, else those that pass through."""
+    """Return sampled coordinates in the source of a gather: random along indexed dims, the gather's own along the others."""
     rng = np.random.default_rng(0)
     shape = sizes(taken.source)
     count = len(taken.indices[0].coords)
@@ -129,7 +128,10 @@ def _batches(taken: Gathered, root: fx.Node) -> tuple[int, ...]:
 
 
 def _layout(there: Coords, base: tuple[int, ...], columns: Columns) -> Axes | None:
-    """Return the labels of a paged cache's dims under one reading of the operand: heads, channels, and tokens in all that varies beside."""
+    """Return the layout of a pool under one reading of the operand, or None where it does not fit.
+
+    All dims that vary and are neither heads nor channels are dims of tokens.
+    """
     left = {role: columns[role] for role in ("K", "D")}
     labels: list[tuple[str, ...] | None] = [None] * len(base)
     select = []
@@ -160,12 +162,12 @@ def _layout(there: Coords, base: tuple[int, ...], columns: Columns) -> Axes | No
     return Axes(tuple(label or () for label in labels), tuple(select), paged=True)
 
 
-# --- which places ------------------------------------------------------------------------------------------
+# --- slots of a gather -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Roles:
-    """Names for what the dims of a tensor, an index or what it is a view of, run along; an entry stands for ``every`` tokens."""
+    """An index tensor, or the tensor that it is a view of, with the role of each dim; an entry counts for ``every`` tokens."""
 
     node: fx.Node
     roles: tuple[str, ...]
@@ -174,7 +176,7 @@ class _Roles:
 
 @dataclass(frozen=True)
 class _Search:
-    """Searches for the indices of one gather, under one reading of the operand's dims."""
+    """A search for the slots that one gather reads, under one reading of the operand's dims."""
 
     taken: Gathered
     columns: Columns
@@ -184,7 +186,7 @@ class _Search:
     """Whether the number of gathered tokens is a plain int."""
 
     def places(self, form: Linearity) -> Places:
-        """Return the slots that every token of every row is read from; raises Miss where they are no sum of indices."""
+        """Return the slots of all tokens as a sum of indices, given slot numbers ``form`` in the source; raises Miss for other indices."""
         shape = sizes(self.taken.source)
         picked = []
         for index in self.taken.indices:
@@ -200,6 +202,7 @@ class _Search:
         return Places(tuple(picked), tuple(running), form.first)
 
     def _running(self, dim: int, column: np.ndarray, weight: int, size: int) -> Running:
+        """Return how a dim that is not indexed runs along with tokens or batch rows; raises Miss for any other order."""
         if (column == self.columns["T"][0] % size).all():
             return Running("T", weight, size)
         if (column == self.columns["B"][0]).all():
@@ -207,7 +210,7 @@ class _Search:
         raise Miss(f"the attention reads dim {dim} of what it gathers from in an order of its own", self.gather, advice=ONE_TABLE)
 
     def _index(self, index: Index) -> _Roles:
-        """Return an index tensor, or a tensor of the same values that it is a view of, with dims that are understood."""
+        """Return an index tensor, or a tensor of equal values that it is a view of, with its dims' roles; raises Miss if a dim has none."""
         node, coords = index.node, index.coords
         while True:
             if (found := self._roles(node, coords)) is not None:
@@ -221,6 +224,7 @@ class _Search:
             node, coords = moved
 
     def _roles(self, node: fx.Node, coords: Coords) -> _Roles | None:
+        """Return a tensor with the role of every dim, read off sampled coordinates; None where a dim has no role."""
         every = 1
         roles = []
         for dim, size in enumerate(sizes(node)):
@@ -235,7 +239,7 @@ class _Search:
         return _Roles(node, tuple(roles), every)
 
     def _role(self, column: np.ndarray, size: int) -> tuple[str, int] | None:
-        """Return (role, tokens an entry stands for) of one dim of an index tensor."""
+        """Return (role, tokens per entry) of one dim of an index tensor; None where it runs along something else."""
         (token, tokens), (row, rows) = self.columns["T"], self.columns["B"]
         if size == 1:
             return "", 1
@@ -256,7 +260,7 @@ class _Search:
         return None
 
     def _blocks(self, size: int, rows: int, tokens: int) -> set[int]:
-        """Return how many tokens a block may hold: constants alone, which stay the same when the table grows."""
+        """Return how many tokens a block may hold; constants alone, which do not change when a table grows."""
         known = set(sizes(self.taken.source))
         if self.fixed:
             known |= {-(-tokens // size), -(-tokens // max(size // rows, 1))}

@@ -1,4 +1,4 @@
-"""Views of a paged cache: the number of a slot is a sum, in which an index into a view of the cache has a weight."""
+"""Views of a paged cache: slot numbers as a linear function of an index into a view of the cache."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ IN_ORDER = "gather from the pool itself, or from a view that flattens its blocks
 
 @dataclass(frozen=True)
 class Linearity:
-    """The slot of an element of a view: ``first`` plus ``weights`` times its coordinates."""
+    """The slot number of an element of a view: ``first`` plus ``weights`` times its coordinates."""
 
     weights: tuple[int, ...]
     first: int
 
 
 def follow(node: fx.Node, coords: Coords, root: fx.Node) -> tuple[Coords, tuple[fx.Node, ...]] | None:
-    """Return (coordinates in ``root``, the nodes on the way) of elements of a view of it; None where values are made in between."""
+    """Return (coordinates in ``root``, nodes on the way) of elements of a view of it; None where values are computed on the way."""
     path = []
     while node is not root:
         moved = step(node, coords)
@@ -43,7 +43,7 @@ def place_of(coords: Coords, shape: tuple[int, ...], axes: Axes) -> np.ndarray:
 
 
 def linear(view: fx.Node, root: fx.Node, axes: Axes, otherwise: str) -> Linearity:
-    """Return how an index into a view of a paged cache names a slot; raises a Miss that says ``otherwise`` where it counts no slots."""
+    """Return the slot numbers of a paged cache's view as a linear function; raises Miss (reason ``otherwise``) where they are none."""
     shape = sizes(view)
     units = np.concatenate([np.zeros((1, len(shape)), dtype=np.int64), np.diag([int(size > 1) for size in shape])])
     samples = sample(shape)

@@ -25,7 +25,7 @@ OTHER_ORDER = "the write goes through a view whose places lie in another order t
 
 
 def pool_write(node: fx.Node, root: fx.Node, axes: Axes, heads: int) -> Write | None:
-    """Read an in-place node's write to a paged cache, None where it writes another part; raises Miss where it is no known write."""
+    """Return the write of an in-place node to a paged cache, None where it writes another part; raises Miss for an unknown write."""
     name = op_name(node)
     if name not in IN_PLACE or name == "copy_":
         raise Miss(f"the pool that attention gathers from is written by {name}, which is no known write of places", node, advice=FORMS)
@@ -50,7 +50,7 @@ def pool_write(node: fx.Node, root: fx.Node, axes: Axes, heads: int) -> Write | 
 
 
 def _scattered(node: fx.Node, dest: fx.Node, index: fx.Node, values: fx.Node | None, dim: int) -> fx.Node:
-    """Return the positions [n] along ``dim`` that a scatter's index is a broadcast of; raises Miss for any other index."""
+    """Return the positions [n] along ``dim`` that a scatter's index broadcasts; raises Miss for any other index."""
     if bind(node).get("reduce") or not is_tensor(values):
         raise Miss("a scatter that reduces, or writes one number", node, advice=FORMS)
     whole = all(have == want for at, (have, want) in enumerate(zip(sizes(index), sizes(dest), strict=True)) if at != dim)
@@ -63,7 +63,7 @@ def _scattered(node: fx.Node, dest: fx.Node, index: fx.Node, values: fx.Node | N
 
 @dataclass(frozen=True)
 class _Form:
-    """One write to ``dest``, a view of the paged cache ``root``, whose dims are to be read."""
+    """One write to ``dest``, a view of the paged cache ``root``: the operands from which ``write`` reads its slot mapping."""
 
     node: fx.Node
     root: fx.Node
@@ -76,22 +76,22 @@ class _Form:
 
     @functools.cached_property
     def form(self) -> Indexed:
-        """How the dims of what is written follow from those of ``dest``."""
+        """The layout of the written part."""
         return indexed(len(sizes(self.dest)), self.indices)
 
     @functools.cached_property
     def sizes(self) -> tuple[Any, ...]:
-        """Return the sizes of the written values, ints or SymInts."""
+        """The sizes of the written part, ints or SymInts."""
         full = value_of(self.dest).shape
         return tuple(full[dim] if dim is not None else self._along(at - self.form.first) for at, dim in enumerate(self.form.dims))
 
     @functools.cached_property
     def shape(self) -> tuple[int, ...]:
-        """Return the sizes as plain ints."""
+        """The sizes of the written part as plain ints."""
         return tuple(hint(size) for size in self.sizes)
 
     def _along(self, dim: int) -> Any:
-        """Return the size of a dim of the broadcast index tensors."""
+        """Return the size of a dim of the broadcast index tensors, a SymInt where it is symbolic."""
         behind = len(self.form.shape) - dim
         for index in self.indices.values():
             shape = value_of(index).shape
@@ -100,7 +100,7 @@ class _Form:
         return self.form.shape[dim]
 
     def write(self) -> Write | None:
-        """Return the write, None where it goes to another part of the tensor."""
+        """Return the write, None where it goes to another part of the tensor; raises Miss."""
         here = sample(self.shape)
         rng = np.random.default_rng(1)
         dest_shape = sizes(self.dest)
@@ -135,13 +135,13 @@ class _Form:
         return Write(idiom, self.node, self.root, self.values, (), self.axes.token_dim, Position(), count, places=places)
 
     def _roles(self, index: fx.Node, dims: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the letters of an index tensor's dims, which align with the last of the dims that indices make."""
+        """Return the letters of an index tensor's dims, which align right with the dims of the broadcast indices."""
         block = dims[self.form.first : self.form.first + len(self.form.shape)]
         mine = block[len(block) - len(sizes(index)) :]
         return tuple(role if size > 1 else "" for role, size in zip(mine, sizes(index), strict=True))
 
     def _dims(self, here: Coords, there: Coords, weights: tuple[int, ...]) -> tuple[tuple[str, ...], dict[int, tuple[int, int]]]:
-        """Return (the role of every written dim, the dims of which the cache slot is one index: their root dim and that index)."""
+        """Return every written dim's role, and {written dim: (root dim, index)} where the cache slot is one index of a dim; raises Miss."""
         head, channel, channels = self._columns(there)
         chosen = dict(self.axes.select)
         roles: list[str] = []
@@ -170,7 +170,7 @@ class _Form:
         return tuple(roles), select
 
     def _columns(self, there: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-        """Return (head, channel) of every sampled element, and how many channels there are."""
+        """Return the head and the channel of every sampled element, and the number of channels."""
         shape, labels = sizes(self.root), self.axes.labels
         zero = np.zeros(len(there), dtype=np.int64)
         if ("K", "D") in labels:

@@ -1,4 +1,4 @@
-"""Readings of an attention operand's dims: batch and kv heads are read off heads that are repeated, tiled or flattened."""
+"""Readings of an attention operand's dims: its batch rows and kv heads, from heads that are repeated, tiled or flattened."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import fx
 from kvcompile.passes.graph.pullback import Trail
 
 Columns = dict[str, tuple[np.ndarray, int]]
-"""By role the sampled coordinates along it, and its size."""
+"""For each role, the sampled coordinates along it and its size."""
 
 
 @dataclass(frozen=True)
@@ -23,15 +23,15 @@ class Read:
 
 
 def columns_of(trail: Trail, roles: tuple[str, ...], shape: tuple[int, ...]) -> Columns:
-    """Return the sampled column and the size of each role of the operand; flattened BH is split later."""
+    """Return the sampled coordinates and the size of each role of an operand; a flattened BH stays one role."""
     return {role: (trail.here[:, dim], shape[dim]) for dim, role in enumerate(roles) if role}
 
 
 @dataclass(frozen=True)
 class Reading:
-    """One way to read the operand's dims: column and size of B, K, T and D, and whether the kv heads are tiled rather than repeated.
+    """A reading of an operand's dims: coordinates and size of B, K, T and D, and whether kv heads are ``tiled`` rather than repeated.
 
-    ``tiles``: how many times they are tiled once they were repeated, or where nothing else is (``v.repeat(1, tiles, 1, 1)``).
+    ``tiles``: how often heads are tiled after they were repeated, or alone (``v.repeat(1, tiles, 1, 1)``).
     """
 
     columns: Columns
@@ -40,7 +40,10 @@ class Reading:
 
 
 def candidates(columns: Columns, base: tuple[int, ...]) -> list[Reading]:
-    """Give every way to read batch and kv head off the operand's dims: H over all divisors, BH over all batch sizes."""
+    """Return every reading of batch rows and kv heads, in the order of trying: H over all divisors, BH over all batch sizes.
+
+    ``base``: sizes that the batch may have, those of the cache tensor.
+    """
     rest = {role: value for role, value in columns.items() if role in {"T", "D", "B", "K"}}
     zero = np.zeros(len(next(iter(columns.values()))[0]), dtype=np.int64)
     flat = next((role for role in columns if len(role) > 1), None)
@@ -49,7 +52,7 @@ def candidates(columns: Columns, base: tuple[int, ...]) -> list[Reading]:
     if flat is not None:
         column, size = columns[flat]
         found = []
-        # A dim that is batch and kv heads in one is the batch where nothing says otherwise.
+        # A flattened BK is read as the batch alone first.
         for batch in sorted({n for n in (*base, 1) if size % n == 0}, reverse=flat == "BK"):
             heads = size // batch
             outer = {**rest, "B": (column // heads, batch)}
@@ -68,7 +71,7 @@ def candidates(columns: Columns, base: tuple[int, ...]) -> list[Reading]:
 
 
 def _grouped(rest: Columns, head: np.ndarray, heads: int) -> list[Reading]:
-    """Give the ways to map query heads to kv heads, over all divisors: repeated (h // G) first, then tiled (h % K), then both."""
+    """Return the readings of query heads as kv heads, over all divisors: repeated (h // G) first, then tiled (h % K), then both."""
     counts = [kv for kv in range(heads, 0, -1) if heads % kv == 0]
     repeated = [Reading({**rest, "K": (head // (heads // kv), kv)}) for kv in counts]
     tiled = [Reading({**rest, "K": (head % kv, kv)}, tiled=True) for kv in counts if 1 < kv < heads]

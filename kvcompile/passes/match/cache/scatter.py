@@ -1,6 +1,6 @@
-"""Writes by scatter: ``cache.scatter_(2, index, values)`` where the index says the same position for all heads and channels.
+"""Writes by scatter: ``cache.scatter_(2, index, values)`` with the same position for all heads and channels.
 
-The index has an entry for every element; what it is a broadcast of is read by pulling its coordinates back.
+The index has an entry for every element; its coordinates are pulled back to find the positions that it broadcasts.
 
 ::
 
@@ -44,7 +44,7 @@ def scatter(node: fx.Node, root: fx.Node) -> Write:
 
 
 def _positions(index: fx.Node, dim: int) -> tuple[fx.Node, tuple[str, ...], int | None]:
-    """Return (the positions that an index is a broadcast of, the roles of their dims, the index's dim of batch rows)."""
+    """Return (the positions that an index broadcasts, their dims' roles, the index's dim of batch rows or None); raises Miss."""
     trail = trace(index, lambda node: False)
     roles = []
     row = None

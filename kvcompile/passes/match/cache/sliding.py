@@ -1,7 +1,7 @@
-"""Sliding windows: caches that keep only their newest tokens, however the program writes that.
+"""Sliding windows: caches that keep only their newest tokens, in every spelling.
 
-The runs of two lines (``token_spans``) say it all: what attention reads, and what the cache tensor holds, or what is
-returned in its place, when the graph is done. Both must be the last tokens of one line of past and new tokens.
+Two sequences of spans (``token_spans``) decide: the tokens that attention reads, and the tokens that the cache tensor, or the tensor that
+is returned in its place, holds at the end of the graph. Both must be the last tokens of one sequence, some of the past and the new ones.
 
     buffer      cat and copy back, roll and a write at the end, all of the new tokens copied over the old ones
     returned    a slice of the concatenation, or a rolled copy, becomes the next cache
@@ -36,7 +36,7 @@ ADVICE = "keep the last tokens of torch.cat([past, new]), and attend to all of i
 
 @dataclass(frozen=True)
 class Window:
-    """A slot that keeps its newest tokens: everything but the layout of its heads and channels."""
+    """A sliding window that an attention reads: all of its slot but the layout of heads and channels."""
 
     kind: SlotKind
     root: fx.Node
@@ -48,7 +48,7 @@ class Window:
 
 
 def find(trail: Trail, roles: tuple[str, ...], operand: fx.Node, attention: fx.Node, effects: Effects) -> Window | None:
-    """Return the sliding window that an operand traced to ``trail`` reads, None for other caches; raises Miss where it is nearly one."""
+    """Return the sliding window that an operand traced to ``trail`` reads, None for other caches; raises Miss where it almost is one."""
     if "T" not in roles or op_name(trail.base) in UPDATES:
         return None
     token = roles.index("T")
@@ -62,6 +62,7 @@ def find(trail: Trail, roles: tuple[str, ...], operand: fx.Node, attention: fx.N
 
 
 def _read(trail: Trail, dim: int, shift: int, read_by: fx.Node, token: int, attention: fx.Node, effects: Effects) -> Window | None:
+    """Return the sliding window along ``dim`` of a trail's end, read from index ``shift`` on; None for other caches. Raises Miss."""
     root = trail.base
     tracer = SpanTracer(effects, dim)
     try:
@@ -82,7 +83,7 @@ def _read(trail: Trail, dim: int, shift: int, read_by: fx.Node, token: int, atte
         raise Miss("attention reads other tokens than the last ones of the window", read_by, advice=ADVICE)
     in_place = placeholder is not None and bool(effects.writes.get(placeholder))
     if in_place and not any(op_name(node) in CONCATENATIONS | {"roll"} for node in kept.chain):
-        # A write at the end of a buffer, which moves nothing.
+        # A write into a buffer that moves no token: no sliding window.
         return None
     if not in_place and whole and same(kept.size, total) and not kept.caps and (past is None or same(past.start, 0)):
         # Everything is kept: an ordinary cache that grows.
@@ -94,11 +95,11 @@ def _read(trail: Trail, dim: int, shift: int, read_by: fx.Node, token: int, atte
     old = kept.runs[0] if len(kept.runs) == 2 else None
     if past is not None and old is not None and not same(past.end, old.end):
         raise Miss("attention and the kept window see different parts of the past", root, advice=ADVICE)
-    # Asked with a guard: one call may bring more tokens than the window holds, and is then another graph.
+    # The comparison adds a guard: a call with more tokens than the window holds gets another graph.
     if not (hint(size) <= hint(count) and bool(size <= count)):
         raise Miss("attention reads only part of the new tokens", read_by, advice=ADVICE)
     if in_place and placeholder is not None:
-        # A buffer has one length in all calls of its cache, also where Dynamo was asked to leave it open.
+        # A buffer has one length in all calls, so its size is fixed even where Dynamo made it symbolic.
         settled(value_of(placeholder).shape[dim])
     seen, keep = plain(count - size), plain(kept.size)
     cap = min((cap for cap in kept.caps if at_most(keep, cap)), default=None)
@@ -120,7 +121,10 @@ def _read(trail: Trail, dim: int, shift: int, read_by: fx.Node, token: int, atte
 
 @dataclass(frozen=True)
 class RetainedTokens:
-    """The tokens that stay for the next call: their runs, the nodes on their way, and the most that slices say they keep."""
+    """The tokens that stay for the next call: their spans (``runs``), their number (``size``), and the nodes on their way.
+
+    ``caps``: token counts n of the slices ``[-n:]`` on their way.
+    """
 
     runs: tuple[TokenSpan, ...]
     size: Any
@@ -129,7 +133,7 @@ class RetainedTokens:
 
 
 def _suffixes(path: tuple[fx.Node, ...]) -> bool:
-    """Whether all slices of a path take the last elements of the dim that they cut, whatever its size."""
+    """Return whether all slices on a path take the last elements of the dim that they cut, whatever its size is."""
     for node in path:
         if op_name(node) in {"slice", "narrow"}:
             arguments, parent = bind(node), operand(node)
@@ -143,7 +147,7 @@ def _suffixes(path: tuple[fx.Node, ...]) -> bool:
 
 
 def _halves(line: tuple[TokenSpan, ...]) -> tuple[TokenSpan | None, TokenSpan | None]:
-    """Return (the run of a past that came in, the run of new tokens) of a line that is made of nothing else, else (None, None)."""
+    """Return (span of the past or None, span of the new tokens) of a sequence of these alone; (None, None) for any other sequence."""
     if not line or len(line) > 2 or line[-1].source.op == "placeholder":
         return None, None
     if len(line) == 2 and line[0].source.op != "placeholder":
@@ -152,7 +156,10 @@ def _halves(line: tuple[TokenSpan, ...]) -> tuple[TokenSpan | None, TokenSpan | 
 
 
 def _kept(placeholder: fx.Node | None, new: TokenSpan, dim: int, effects: Effects) -> tuple[RetainedTokens | None, tuple[int, ...]]:
-    """Return the tokens that stay in the buffer that the past came from, or that are returned, and the outputs that hold them."""
+    """Return (the tokens that stay for the next call, the indices of the results that hold them); (None, ()) where none stay.
+
+    They are in the past's buffer if that is written, else in a returned tensor. Raises Miss.
+    """
     end = len(effects.order)
     if placeholder is not None and effects.writes.get(placeholder):
         kept = _traced(placeholder, dim, end, effects)
@@ -181,7 +188,7 @@ def _kept(placeholder: fx.Node | None, new: TokenSpan, dim: int, effects: Effect
 
 
 def _related(item: fx.Node, sources: set[fx.Node | None], effects: Effects) -> bool:
-    """Whether an output is made from one of ``sources`` in one operation, and is not that tensor itself."""
+    """Return whether an output is computed from one of ``sources`` in one operation, and is not that tensor itself."""
     base = effects.root.get(item, item)
     made = {effects.root.get(node, node) for node in base.all_input_nodes} | set(base.all_input_nodes)
     return base not in sources and bool(made & sources)
@@ -197,7 +204,7 @@ def _traced(node: fx.Node, dim: int, time: int, effects: Effects) -> RetainedTok
 
 
 def _check_covers(line: tuple[TokenSpan, ...], size: Any, root: fx.Node) -> None:
-    """Raise Miss unless the new tokens end a line and the past comes before all of them."""
+    """Raise Miss unless a sequence ends with the newest token and, where it begins with the past, holds all new tokens."""
     if not same(line[-1].end, size):
         raise Miss("the window does not end with the newest token", root, advice=ADVICE)
     if len(line) == 2 and not same(line[-1].start if line[-1].base is None else line[-1].base, 0):
@@ -205,7 +212,7 @@ def _check_covers(line: tuple[TokenSpan, ...], size: Any, root: fx.Node) -> None
 
 
 def _unchanged(values: fx.Node, effects: Effects) -> None:
-    """Raise Miss where new tokens are written to between two reads of them."""
+    """Raise Miss where the new tokens are written to in place after they were made."""
     for items in effects.writes.values():
         for write in items:
             late = effects.order[write] > effects.order[values]
@@ -216,7 +223,7 @@ def _unchanged(values: fx.Node, effects: Effects) -> None:
 def _slots(
     in_place: bool, placeholder: fx.Node | None, dim: int, seen: Any, keep: Any, cap: int | None, size: Any, grows: bool
 ) -> int:
-    """Return how many slots a window needs for the tokens that a step reads and keeps, the same number in every graph of its cache."""
+    """Return how many slots a store needs for the tokens that a step reads and keeps, equal in every graph of one cache; raises Miss."""
     room = plain(value_of(placeholder).shape[dim]) if in_place and placeholder is not None else None
     most = room if room is not None else cap if cap is not None else keep
     if not isinstance(most, int):
@@ -225,12 +232,12 @@ def _slots(
         return max(most, seen + 1)
     if in_place:
         return most + (1 if isinstance(size, int) and size == 1 else 0)
-    # What stays of a line is the past of the next one, and all of it is read.
+    # The next call reads all tokens that stay, and its new one.
     return most + 1
 
 
 def _write(values: fx.Node, dim: int, root: fx.Node, chain: tuple[fx.Node, ...], effects: Effects) -> Write:
-    """Return the write of all new tokens, ahead of their first user."""
+    """Return the write of all new tokens, placed before the first node that reads them."""
     anchor = min(values.users, key=effects.order.__getitem__)
     rank = len(sizes(root))
     steps = dict.fromkeys(op_name(node) for node in chain if op_name(node) in CONCATENATIONS | {"roll", "copy_"})
@@ -241,7 +248,10 @@ def _write(values: fx.Node, dim: int, root: fx.Node, chain: tuple[fx.Node, ...],
 
 
 def _refill(operand: fx.Node, trail: Trail, effects: Effects) -> Window | None:
-    """Return the window of an attention over new tokens alone, the last of which are copied over a whole buffer."""
+    """Return the window of an attention over new tokens alone, the last of which replace all of a buffer; None for other attentions.
+
+    Raises Miss where it almost is one.
+    """
     sources = frozenset({*trail.path, trail.base})
     for root, writes in effects.writes.items():
         if same_memory(root, trail.base) or not any(op_name(write) == "copy_" for write in writes):
@@ -279,11 +289,11 @@ def _refill(operand: fx.Node, trail: Trail, effects: Effects) -> Window | None:
 
 
 def strangers(slots: list[Slot], allowed: set[fx.Node]) -> list[fx.Node]:
-    """Return the nodes that read the cache, its window or what leads from one to the other, and are none of ``allowed``."""
+    """Return the nodes outside of ``allowed`` that read the caches, their windows or the nodes between, through any view."""
     inside = {node for slot in slots if slot.sliding is not None for node in (*slot.sliding.chain, *slot.path)}
     inside |= {slot.root for slot in slots}
     inside |= {slot.placeholder for slot in slots if slot.placeholder is not None}
-    # The new tokens themselves belong to the model.
+    # The model may read the new tokens themselves.
     values = {slot.write.values for slot in slots}
     found: list[fx.Node] = []
     stack = list(inside - values)

@@ -32,7 +32,7 @@ PAIRS = (("K", "D"), ("B", "K"))
 
 
 class NoCache(Exception):
-    """Raised where an operand is no cache at all: attention over fresh values, which nobody asked to compress; ``base`` is their tensor."""
+    """Raised where an operand reads no cache (attention over fresh values); ``base`` is the tensor that it is a view of."""
 
     def __init__(self, base: fx.Node) -> None:
         super().__init__(base.name)
@@ -40,9 +40,9 @@ class NoCache(Exception):
 
 
 def _through_writes(node: fx.Node, join: fx.Node | None = None) -> Trail:
-    """Trace to the root; the result of an in-place write is the tensor it wrote.
+    """Return the trail from an operand to the tensor that it is a view of, through in-place writes to the tensor they wrote.
 
-    ``join``: a concatenation of something to what is cached, of which ``node`` holds nothing else.
+    ``join``: a concatenation of memory and cached tokens, if ``node`` is the cached part of one; None without memory.
     """
     trail = trace(node, lambda found: bool(written_arguments(found)), scales=True)
     path = list(trail.path)
@@ -60,7 +60,7 @@ def _through_writes(node: fx.Node, join: fx.Node | None = None) -> Trail:
 
 
 def _resume(node: fx.Node, trail: Trail) -> Trail:
-    """Go on tracing from ``node`` with the coordinates that ``trail`` arrived with."""
+    """Return the trail that goes on from ``node`` with the coordinates at which ``trail`` ended."""
     coords, path = trail.there, []
     while not written_arguments(node):
         moved = step(node, coords, scales=True)
@@ -72,9 +72,9 @@ def _resume(node: fx.Node, trail: Trail) -> Trail:
 
 
 def _label(trail: Trail, base: tuple[int, ...], roles: Columns, token_dim: int, only_row: int | None = None) -> Axes | None:
-    """Return the labels of the root's dims under one reading of the operand's dims; None where they do not fit.
+    """Return the layout of the root under one reading of the operand's dims; None where the samples do not fit it.
 
-    ``only_row``: the dim of several rows of which one is read.
+    ``only_row``: the root's dim of batch rows where attention reads a single one of them; None elsewhere.
     """
     labels: list[tuple[str, ...] | None] = [None] * len(base)
     left = dict(roles)
@@ -83,7 +83,7 @@ def _label(trail: Trail, base: tuple[int, ...], roles: Columns, token_dim: int, 
         return None
     labels[token_dim] = ("T",)
     if only_row is not None:
-        # One row of several: it has no samples that would tell it from other dims of one entry.
+        # Samples of a single row cannot tell its dim from other dims of one entry.
         if left.pop("B", (None, 1))[1] != 1:
             return None
         labels[only_row] = ("B",)
@@ -127,12 +127,15 @@ def _label(trail: Trail, base: tuple[int, ...], roles: Columns, token_dim: int, 
             labels[dim] = (role,) if role is not None else ()
             if role is None:
                 select.append((dim, 0))
-    # A role of size one that no dim stands for is still there, as nothing.
+    # A role of size one may have no dim at all.
     return Axes(tuple(label or () for label in labels), tuple(select), tuple(counts))
 
 
 def _beside(column: np.ndarray, size: int, left: Columns) -> tuple[tuple[str, ...], int, int] | None:
-    """Return (roles, first entry, how many) of a dim that holds heads or channels, or both, beside others: keys and values in one dim."""
+    """Return (roles, first index, count) of the heads or channels, or both, that are a range of a dim; None where there are none.
+
+    Keys and values may be two ranges of one dim, for example.
+    """
     candidates: list[tuple[tuple[str, ...], np.ndarray, int]] = [((role,), *left[role]) for role in ("K", "D") if role in left]
     if {"K", "D"} <= left.keys():
         (heads, outer), (channels, inner) = left["K"], left["D"]
@@ -145,9 +148,9 @@ def _beside(column: np.ndarray, size: int, left: Columns) -> tuple[tuple[str, ..
 
 
 def axes_of(trail: Trail, read: Read, token_dim: int, first_rows: FirstRows | None = None) -> tuple[Axes, int, Reading]:
-    """Return the root's layout, its kv heads and how the operand was read; raises Miss where the operand is no plain view of the cache.
+    """Return the root's layout, its kv heads and the reading of the operand; raises Miss where the operand is no plain view of the cache.
 
-    ``first_rows``: the rows that are read where the cache has more.
+    ``first_rows``: the rows that are read, where the cache has more; None: all rows.
     """
     base = sizes(trail.base) if first_rows is None else within(sizes(trail.base), first_rows)
     only_row = first_rows.dim if first_rows is not None and base[first_rows.dim] == 1 else None
@@ -160,22 +163,22 @@ def axes_of(trail: Trail, read: Read, token_dim: int, first_rows: FirstRows | No
 
 
 def _writer(trail: Trail, read: Read) -> Callable[[fx.Node, fx.Node], Write]:
-    """Return what reads the writes into the cache that an attention reads; the dims of the cache that its tokens may be are known."""
+    """Return the function (node, cache) -> Write for an attention's cache; it knows the dims that the tokens may run along."""
     shift = trail.there - trail.here[:, [read.roles.index("T")]]
     tokens = frozenset(int(dim) for dim in np.flatnonzero((shift == shift[0]).all(0)))
     return lambda node, root: (copied_back(node, root) if op_name(node) == "copy_" else None) or in_place(node, root, tokens)
 
 
 def find(operand: fx.Node, roles: tuple[str, ...], attention: fx.Node, effects: Effects, join: fx.Node | None = None) -> Slot:
-    """Return the slot that an attention operand reads; raises Miss, or NoCache where there is no cache behind it.
+    """Return the slot that an attention operand reads; raises Miss, or NoCache where it reads no cache.
 
-    ``join``: a concatenation of something to what is cached, of which the operand holds nothing else.
+    ``join``: a concatenation of memory and cached tokens, if the operand is the cached part of one; None without memory.
     """
     return at(_through_writes(operand, join), Read(operand, roles, sizes(operand)), attention, effects)
 
 
 def at(trail: Trail, read: Read, attention: fx.Node, effects: Effects) -> Slot:
-    """Return the slot at the end of a trail, in any form of cache; raises Miss, or NoCache where there is none."""
+    """Return the slot of a sliding, paged or linear cache at the end of a trail; raises Miss, or NoCache where there is none."""
     if "T" not in read.roles:
         raise Miss(
             "what the attention's weights are multiplied with has no dim of cached tokens (the weights are mixed over heads, say)",
@@ -217,7 +220,10 @@ def behind(trail: Trail, read: Read, attention: fx.Node, effects: Effects) -> Sl
 
 
 def _grown_later(past: fx.Node, trail: Trail, read: Read, effects: Effects) -> Slot | None:
-    """Return the slot of a past that is read as it came in, and returned with the new tokens behind it: the next call reads them."""
+    """Return the slot of a past that attention reads before new tokens are concatenated to it; None where ``past`` is no such past.
+
+    The concatenation is returned, and the next call is the first to read the new tokens.
+    """
     for node in past.users:
         if op_name(node) not in CONCATENATIONS:
             continue
@@ -230,7 +236,7 @@ def _grown_later(past: fx.Node, trail: Trail, read: Read, effects: Effects) -> S
 
 
 def _only_read(root: fx.Node, trail: Trail, read: Read) -> Slot:
-    """Return the slot of a cache that another call fills and this one only reads, as in cross-attention."""
+    """Return the slot of a cache that this graph reads and does not write, as in cross-attention; raises Miss for a partial read."""
     tokens, count = trail.here[:, read.roles.index("T")], read.shape[read.roles.index("T")]
     dims = [dim for dim, size in enumerate(sizes(root)) if (trail.there[:, dim] == tokens).all() and size == count]
     if not dims:
@@ -244,9 +250,9 @@ def _only_read(root: fx.Node, trail: Trail, read: Read) -> Slot:
 
 
 def _returned(root: fx.Node, effects: Effects, itself: bool = False) -> tuple[int, ...]:
-    """Return the graph's results that are the root element by element: itself, or copies of it, but no transposed or partial views.
+    """Return the indices of the graph's results that equal the root element by element: itself and copies, no transposed or partial views.
 
-    With ``itself`` no copies: what is given back is the memory that came in (``index_copy_``'s result, a cast to its own dtype).
+    ``itself``: only results in the root's own memory (such as ``index_copy_``'s), no copies of it.
     """
     found = []
     for node in effects.family(root):
@@ -280,7 +286,7 @@ def _updated(root: fx.Node, trail: Trail, read: Read, effects: Effects) -> Slot:
 
 
 def _unwritten(root: fx.Node, effects: Effects) -> None:
-    """Raise Miss where a concatenation is written to: its new tokens are not what it joins."""
+    """Raise Miss where a concatenated cache is written to afterwards: its new tokens are then not the concatenated ones."""
     if writes := effects.writes.get(root):
         raise Miss(
             "the concatenated cache is written to after it is made (it grew by empty places, say)", writes[0],
@@ -289,6 +295,7 @@ def _unwritten(root: fx.Node, effects: Effects) -> None:
 
 
 def _concatenated(root: fx.Node, trail: Trail, read: Read, effects: Effects) -> Slot:
+    """Return the slot of a cache that is concatenated with the new tokens and returned; raises Miss, or NoCache."""
     past, write = concatenation(root)
     outputs = _returned(root, effects)
     if past is None:
@@ -319,7 +326,10 @@ def slot_of(
     kind: SlotKind, root: fx.Node, placeholder: fx.Node | None, outputs: tuple[int, ...], axes: Axes, heads: int,
     write: Write, trail: Trail, reading: Reading,
 ) -> Slot:
-    """Return the slot of a root with its layout; raises Miss where positions are of something else than rows."""
+    """Return the slot of these parts, its sizes taken from ``axes``.
+
+    Raises Miss where entries of a dim other than batch rows have positions of their own, or the write covers part of another dim.
+    """
     if write.row_dim is not None and axes.labels[write.row_dim] != ("B",):
         raise Miss(
             "the write has positions of their own for something other than batch rows", write.node, advice="give every row its positions",

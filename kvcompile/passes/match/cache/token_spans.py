@@ -1,10 +1,10 @@
-"""Spans of tokens: which tensors the tokens along one dim of a tensor come from, as spans of their tokens, in order.
+"""Spans of tokens: the tokens along one dim of a tensor, as spans of consecutive tokens of the tensors that they come from.
 
-A sliding window is spelled with cat and slice, with roll and a write at the end, with a copy back into the
-buffer; what it means is a sequence of runs: some tokens of the past, then the new ones. Writes into views
-have no data edge to a later read, so a line is always asked for at a time: the order of its reader.
+A sliding window is spelled with cat and slice, with roll and a write at the end, with a copy back into the buffer; each spelling is a
+sequence of spans: some tokens of the past, then the new ones. Writes into views have no data edge to a later read, so spans are asked for
+at a time: the order of the node that reads them.
 
-Sizes stay symbolic where the graph's are, and what is decided about them holds for all that the guards admit.
+Sizes stay symbolic where the graph's are, and decisions about them hold for all sizes that the guards admit.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from kvcompile.passes.graph.operators import CONCATENATIONS, COPIES
 from kvcompile.passes.graph.shapes import at_most, bind, hint, is_tensor, negative, op_name, plain, same, sizes, value_of
 
 LIMIT = 64
-"""Nodes between a cache and what is kept of it; a longer chain is no window."""
+"""The most nodes between a cache and the tokens that are kept of it; a longer chain is no window."""
 
 
 @dataclass(frozen=True)
 class TokenSpan:
-    """``count`` consecutive tokens of ``source`` from ``start`` on.
+    """A span: ``count`` consecutive tokens of ``source`` from ``start`` on.
 
-    ``base``: where the run starts before the front of its line was cut off, where symbolic sizes leave open whether
-    the cut falls into this run; None elsewhere. Such a run may be empty.
+    ``base``: the span's start before the front of its sequence was cut off, where symbolic sizes leave open whether the cut falls into this
+    span; such a span may be empty. None elsewhere.
     """
 
     source: fx.Node
@@ -40,25 +40,25 @@ class TokenSpan:
 
     @property
     def end(self) -> Any:
-        """The token behind the last one."""
+        """The index after the last token."""
         return self.start + self.count
 
 
 class Unknown(Exception):
-    """Raised where a value is made of tokens in a way that is not known."""
+    """Raised where the tokens of a tensor cannot be traced to spans."""
 
 
 @dataclass
 class SpanTracer:
-    """Reads lines along ``dim`` and remembers the nodes that they went through."""
+    """A tracer of the spans of tensors along ``dim``, which collects the nodes that they go through."""
 
     effects: Effects
     dim: int
     sources: frozenset[fx.Node] = frozenset()
-    """Nodes that are not looked into, whatever made them."""
+    """Nodes that are spans themselves, whatever computed them."""
     chain: set[fx.Node] = field(default_factory=set)
     caps: set[int] = field(default_factory=set)
-    """How many of the last tokens the slices on the way keep at most, where they say so in a plain number."""
+    """Token counts n of the slices ``[-n:]`` on the way."""
 
     def __post_init__(self) -> None:
         self.writes = [
@@ -67,10 +67,11 @@ class SpanTracer:
         ]
 
     def of(self, node: fx.Node, time: int) -> tuple[TokenSpan, ...]:
-        """Return the runs of a tensor as a reader at ``time`` sees it; raises Unknown."""
+        """Return the spans of a tensor as a node at order ``time`` reads it; raises Unknown."""
         return _joined(self._of(node, time))
 
     def _of(self, node: fx.Node, time: int) -> list[TokenSpan]:
+        """Return the spans of a tensor as a node at order ``time`` reads it, neighbours not joined; raises Unknown."""
         if len(self.chain) > LIMIT or not is_tensor(node) or value_of(node).dim() <= self.dim:
             raise Unknown
         if node in self.sources:
@@ -99,6 +100,7 @@ class SpanTracer:
         return TokenSpan(node, 0, self._size(node))
 
     def _cat(self, node: fx.Node) -> list[TokenSpan]:
+        """Return the spans of a concatenation; a span of its own where it joins another dim."""
         arguments = bind(node)
         if int(arguments["dim"]) % len(sizes(node)) != self.dim:
             return [self._all(node)]
@@ -107,6 +109,7 @@ class SpanTracer:
         return [run for part in parts for run in self._of(part, self.effects.order[node])]
 
     def _rolled(self, node: fx.Node) -> list[TokenSpan]:
+        """Return the spans of a rolled tensor; a span of its own where another dim, or several, are rolled."""
         arguments = bind(node)
         shifts, dims = list(arguments["shifts"]), list(arguments["dims"] or [])
         if len(shifts) != 1 or len(dims) != 1 or int(dims[0]) % len(sizes(node)) != self.dim:
@@ -120,6 +123,7 @@ class SpanTracer:
         return _between(line, left, size) + _between(line, 0, left)
 
     def _sliced(self, node: fx.Node, time: int) -> list[TokenSpan]:
+        """Return the spans of a slice."""
         parent = node.args[0]
         dim = int(bind(node)["dim"]) % len(sizes(node))
         if dim != self.dim and sizes(node)[dim] != sizes(parent)[dim]:  # type: ignore[arg-type]
@@ -137,7 +141,7 @@ class SpanTracer:
         return _between(line, start, start + count)
 
     def _range(self, node: fx.Node) -> tuple[Any, Any] | None:
-        """Return (start, count) of a slice along the dim, None for one that takes all of another dim."""
+        """Return (start, count) of a slice along the dim, None for one that takes all of another dim; raises Unknown."""
         arguments, parent = bind(node), node.args[0]
         dim = int(arguments["dim"]) % len(sizes(node))
         if arguments.get("step") not in {1, None}:
@@ -155,7 +159,7 @@ class SpanTracer:
         return plain(start), count
 
     def _written(self, node: fx.Node, line: list[TokenSpan], time: int) -> list[TokenSpan]:
-        """Return the runs of a tensor that owns its memory, after the writes into it that come before ``time``."""
+        """Return the spans of a tensor with memory of its own, after the writes into it that come before ``time``."""
         order = self.effects.order
         later = [(order[write], write, target) for write, target in self.writes if same_memory(target, node)]
         for at, write, target in sorted(later, key=lambda item: item[0]):
@@ -164,6 +168,7 @@ class SpanTracer:
         return line
 
     def _apply(self, write: fx.Node, target: fx.Node, node: fx.Node, line: list[TokenSpan], at: int) -> list[TokenSpan]:
+        """Return the spans of ``node`` after one write to ``target``, a view of it; raises Unknown."""
         start, count = self._place(target, node)
         name, arguments = op_name(write), bind(write)
         if name == "copy_":
@@ -191,7 +196,7 @@ class SpanTracer:
         return _between(line, 0, start) + written + _between(line, start + count, self._size(node))
 
     def _place(self, target: fx.Node, node: fx.Node) -> tuple[Any, Any]:
-        """Return the range of ``node``'s dim that a view of it covers; raises Unknown where it is no such view."""
+        """Return (start, count) of the tokens of ``node`` that a view of it covers; raises Unknown for views that are no ranges."""
         if value_of(target).dim() <= self.dim:
             raise Unknown
         start, count = 0, self._size(target)
@@ -209,7 +214,7 @@ class SpanTracer:
         return start, count
 
     def _indexed(self, index: fx.Node, start: Any, count: Any) -> tuple[Any, Any]:
-        """Return the range that an index tensor of consecutive constants names inside (start, count)."""
+        """Return (start, count) of the tokens that an index of consecutive constants picks from the range (start, count)."""
         if not is_tensor(index) or value_of(index).dim() != 1 or value_of(index).dtype == torch.bool:
             raise Unknown
         length = value_of(index).shape[0]
@@ -220,7 +225,7 @@ class SpanTracer:
 
 
 def _first(index: fx.Node) -> Any:
-    """Return the first of the consecutive integers that an index tensor holds, None where it is no such tensor."""
+    """Return the first of the consecutive integers in an index tensor; None where it holds others."""
     name = op_name(index)
     if name == "arange":
         arguments = bind(index)
@@ -238,7 +243,7 @@ def _first(index: fx.Node) -> Any:
 
 
 def _number(item: Any) -> Any:
-    """Return an argument as a plain or symbolic int."""
+    """Return an argument as a plain or symbolic int; raises Unknown for others."""
     if isinstance(item, fx.Node):
         item = value_of(item)
     if not isinstance(item, (int, torch.SymInt)) or isinstance(item, bool):
@@ -247,7 +252,7 @@ def _number(item: Any) -> Any:
 
 
 def _between(line: list[TokenSpan], start: Any, end: Any) -> list[TokenSpan]:
-    """Return the runs between two positions of a line; raises Unknown where symbolic sizes leave open which they are."""
+    """Return the spans between two indices into a sequence of spans; raises Unknown where symbolic sizes leave them open."""
     found: list[TokenSpan] = []
     at: Any = 0
     if len(line) == 2 and not at_most(start, line[0].count) and not at_most(line[0].count, start):
@@ -265,7 +270,7 @@ def _between(line: list[TokenSpan], start: Any, end: Any) -> list[TokenSpan]:
 
 
 def _last_of_two(line: list[TokenSpan], start: Any, end: Any) -> list[TokenSpan]:
-    """Return the last tokens of two runs, where it is open in which of them they begin."""
+    """Return the tokens of two spans from ``start`` to their end, if symbolic sizes leave open the span of ``start``; raises Unknown."""
     first, second = line
     if not (same(end, first.count + second.count) and at_most(0, start) and at_most(start, end)):
         raise Unknown
@@ -277,7 +282,7 @@ def _last_of_two(line: list[TokenSpan], start: Any, end: Any) -> list[TokenSpan]
 
 
 def _joined(line: list[TokenSpan]) -> tuple[TokenSpan, ...]:
-    """Join neighboring runs of one source where one goes on where the other ends."""
+    """Return the spans with neighbours joined where one continues another of the same source."""
     found: list[TokenSpan] = []
     for run in line:
         if found and found[-1].source is run.source and same(found[-1].end, run.start):

@@ -14,10 +14,10 @@ from kvcompile.passes.match.slot_kinds import SlotKind
 
 
 def without_cache(operand: fx.Node, roles: tuple[str, ...], effects: Effects) -> Slot:
-    """Return the new tokens behind an attention operand that no cache holds, as a slot whose root is where they are views of.
+    """Return the new tokens that an attention operand is a view of, in a graph without a cache, as a slot.
 
-    That is the tensor that was made, or the first view of it with dims of their own for tokens and batch rows: a projection may
-    have computed queries, keys and values of all rows at once. Raises Miss where there is none, or where something writes to it.
+    Its root is the computed tensor, or the first view of it with dims of their own for tokens and batch rows: one projection may compute
+    queries, keys and values of all rows. Raises Miss where there is no such tensor, or where something writes to it.
     """
     if "T" not in roles:
         raise Miss("what the attention's weights are multiplied with has no dim of tokens", operand)
@@ -34,7 +34,7 @@ def without_cache(operand: fx.Node, roles: tuple[str, ...], effects: Effects) ->
 
 
 def _new_tokens(operand: fx.Node, roles: tuple[str, ...], root: fx.Node) -> Slot:
-    """Return the slot of an operand that is a view of ``root``, with one of its dims as the tokens; raises Miss."""
+    """Return the slot of an operand that is a view of ``root``; raises Miss where no dim of the root is the tokens."""
     read, trail = Read(operand, roles, sizes(operand)), trace(operand, lambda node: node is root, scales=True)
     tokens, count = trail.here[:, roles.index("T")], read.shape[roles.index("T")]
     dims = [dim for dim, size in enumerate(sizes(root)) if (trail.there[:, dim] == tokens).all() and size == count]

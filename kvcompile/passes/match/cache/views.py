@@ -1,4 +1,4 @@
-"""Views that are written to: the part of the cache that a view covers, as dims of the cache, selected indices and ranges."""
+"""Written views of a cache: the part that a view covers, as dims, selected indices and ranges of the cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PLAIN = "write through the cache tensor itself, or a select, narrow or transpose
 
 
 def along(dest: fx.Node, root: fx.Node) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
-    """Return a view's dims as the root's, the root dims fixed to one index, and the root dims' constant offsets."""
+    """Return {view dim: root dim}, {root dim: selected index} and {root dim: offset} of a view; raises Miss where it mixes or adds dims."""
     trail = trace(dest, lambda node: node is root)
     if trail.base is not root:
         raise Miss("the write goes through a view that cannot be followed to the cache tensor", dest, advice=PLAIN)
@@ -33,7 +33,7 @@ def along(dest: fx.Node, root: fx.Node) -> tuple[dict[int, int], dict[int, int],
             fixed[dim] = int(column[0])
         else:
             raise Miss("the write goes through a view that mixes the cache's dims", dest, advice=PLAIN)
-    # Dims of size one carry no samples to tell them apart: they follow in order.
+    # Samples cannot tell dims of size one apart: assign them in order.
     spare = [dim for dim in sorted(fixed) if sizes(root)[dim] == 1 or dim not in _selected(dest, root)]
     for d in range(len(shape)):
         if d not in dims and spare:
@@ -46,25 +46,25 @@ def along(dest: fx.Node, root: fx.Node) -> tuple[dict[int, int], dict[int, int],
 
 @dataclass(frozen=True)
 class ViewRegion:
-    """The part of a tensor that a view of it covers: the view's dims -> the tensor's, and (first, count) of the tensor's dims."""
+    """The block of a tensor that a view covers: {view dim: tensor dim}, and {tensor dim: (first index, count)}."""
 
     dims: dict[int, int]
     bounds: dict[int, tuple[int, int]]
 
     def inside(self, coords: Coords) -> np.ndarray:
-        """Return which elements of the tensor lie in the region."""
+        """Return which elements of the tensor are in the region, bool [elements]."""
         found = np.ones(len(coords), dtype=bool)
         for dim, (first, count) in self.bounds.items():
             found &= (coords[:, dim] >= first) & (coords[:, dim] < first + count)
         return found
 
     def meets(self, coords: Coords) -> bool:
-        """Whether the box around elements of the tensor has a part in the region, sampled or not."""
+        """Return whether the box around elements of the tensor overlaps the region."""
         low, high = coords.min(0), coords.max(0)
         return all(low[dim] < first + count and high[dim] >= first for dim, (first, count) in self.bounds.items())
 
     def source(self, coords: Coords, shape: tuple[int, ...]) -> Coords:
-        """Return the elements of the written values, of ``shape`` broadcast to the view, for elements of the tensor."""
+        """Return, for elements of the tensor, their coordinates in the written values; these have ``shape`` and broadcast to the view."""
         dest = np.stack([coords[:, dim] - self.bounds[dim][0] for _, dim in sorted(self.dims.items())], axis=1)
         kept = dest[:, dest.shape[1] - len(shape) :].copy()
         kept[:, [dim for dim, size in enumerate(shape) if size == 1]] = 0
@@ -72,7 +72,7 @@ class ViewRegion:
 
 
 def region(dest: fx.Node, root: fx.Node) -> ViewRegion:
-    """Return the part of ``root`` that a view of it covers; raises Miss where that is no block."""
+    """Return the region of ``root`` that a view covers; raises Miss where that is no block."""
     dims, fixed, offsets = along(dest, root)
     bounds = {dim: (offsets[dim], sizes(dest)[d]) for d, dim in dims.items()}
     return ViewRegion(dims, {**bounds, **{dim: (index, 1) for dim, index in fixed.items()}})
@@ -81,13 +81,13 @@ def region(dest: fx.Node, root: fx.Node) -> ViewRegion:
 def rows_of(
     dest: fx.Node, root: fx.Node, dims: dict[int, int], offsets: dict[int, int], token_dim: int, ranged: bool = False,
 ) -> FirstRows | None:
-    """Return which entries of one dim of the cache ``dest`` begins with and ends at; None where it has all of every dim but the tokens'.
+    """Return the first entries of one dim that a view of the cache covers; None where it covers all of every dim but the tokens'.
 
-    ``ranged``: it is a part along the tokens. Raises Miss where it is part of several dims, or not the first entries of one.
+    ``ranged``: the view is a range of tokens. Raises Miss where it covers part of several dims, or not the first entries of one.
     """
     found: FirstRows | None = None
     for d, dim in dims.items():
-        # Equal in every call of this graph, not only in the one that it was traced for.
+        # ``same``: equal in every call of this graph, not only in the traced one.
         written, held = value_of(dest).shape[d], value_of(root).shape[dim]
         first = offsets.get(dim, 0)
         if (first == 0 and (dim == token_dim or same(written, held))) or (ranged and dim == token_dim):
@@ -99,7 +99,7 @@ def rows_of(
 
 
 def partial(node: fx.Node, dim: int, written: object, held: object, first: object = 0) -> Miss:
-    """Return the refusal of a write to ``written`` of ``held`` entries of a dim, from entry ``first`` on, that attention reads more of."""
+    """Return the Miss of a write to ``written`` of the ``held`` entries of a dim, from entry ``first`` on."""
     return Miss(
         f"the write covers only part of the cache (dim {dim}: {written} of {held}, from {first})",
         node, advice="write the new tokens of all rows, heads and channels at once, or of the first rows, which attention then reads alone "
@@ -108,12 +108,12 @@ def partial(node: fx.Node, dim: int, written: object, held: object, first: objec
 
 
 def _from_first(dest: fx.Node, root: fx.Node, dim: int) -> bool:
-    """Whether every range between the cache and a view of it that cuts ``dim`` begins at its first entry, whatever the sizes are."""
+    """Return whether every slice of ``dim`` between the cache and its view begins at 0, whatever the sizes are."""
     return all(begins(node) == 0 for node, cut in slices(dest, root) if cut == dim)
 
 
 def begins(node: fx.Node) -> object:
-    """Return where a range begins: an int, or the node that says so."""
+    """Return the start of a slice: an int, or the node that computes it."""
     return bind(node).get("start") or 0
 
 
@@ -122,12 +122,12 @@ def _shifted(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def _selected(dest: fx.Node, root: fx.Node) -> set[int]:
-    """Return the root dims that a ``select`` or ``unbind`` between root and dest removed: they are never a dim of dest."""
+    """Return the root's dims that a ``select`` or an ``unbind`` removes on the way to ``dest``."""
     return {dim for _, dim in selects(dest, root)}
 
 
 def selects(dest: fx.Node, root: fx.Node) -> list[tuple[fx.Node, int]]:
-    """Return the nodes between root and dest that take one entry of a dim (of ``unbind`` the item), with the root's dim each removes."""
+    """Return (node, root dim) of every ``select``, and of every item of an ``unbind``, between root and dest."""
     chain = []
     node = dest
     while node is not root:
@@ -152,7 +152,7 @@ def selects(dest: fx.Node, root: fx.Node) -> list[tuple[fx.Node, int]]:
 
 
 def slices(dest: fx.Node, root: fx.Node) -> list[tuple[fx.Node, int]]:
-    """Return the slice nodes between root and dest that take part of a dim, with the root's dim each cuts."""
+    """Return (node, root dim) of every slice between root and dest that takes part of a dim."""
     found = []
     node = dest
     while node is not root:

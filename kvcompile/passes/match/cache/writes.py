@@ -1,8 +1,7 @@
 """Writes to a cache: index_copy_, index_put_, copy_ into a view, concatenation, with one recogniser each.
 
-A recogniser answers a ``Write`` or raises ``Miss``; where the destination is itself a view of the cache
-(``cache[0].index_copy_``, ``narrow().copy_()``) the pull-back of its coordinates says which dims of the
-root it runs along.
+A recogniser returns a ``Write`` or raises ``Miss``. Where the destination is a view of the cache (``cache[0].index_copy_``,
+``narrow().copy_()``), its coordinates are pulled back to find the dims of the root that it runs along.
 
 ::
 
@@ -31,6 +30,7 @@ FORMS = "write new tokens with index_copy_, cache[:, :, pos] = x, narrow().copy_
 
 
 def _plain(idiom: str, node: fx.Node, root: fx.Node, dest: fx.Node, dim: int, values: fx.Node, index: fx.Node) -> Write:
+    """Return the write of ``values`` to positions ``index`` along ``dim`` of ``dest``, a view of the cache."""
     dims, fixed, offsets = along(dest, root)
     rows = rows_of(dest, root, dims, offsets, dims[dim])
     # A scalar index takes its dim away.
@@ -41,7 +41,7 @@ def _plain(idiom: str, node: fx.Node, root: fx.Node, dest: fx.Node, dim: int, va
 
 
 def index_copy(node: fx.Node, root: fx.Node) -> Write:
-    """Read the write of ``cache.index_copy_(dim, index, values)``."""
+    """Return the write of ``cache.index_copy_(dim, index, values)``; raises Miss."""
     arguments = bind(node)
     dest, dim = arguments["self"], int(arguments["dim"])
     if not sizes(arguments["index"]):
@@ -52,7 +52,7 @@ def index_copy(node: fx.Node, root: fx.Node) -> Write:
 
 
 def index_put(node: fx.Node, root: fx.Node) -> Write:
-    """Read the write of ``cache[:, :, pos] = values``, or ``cache[rows, :, pos] = values`` with per-row positions."""
+    """Return the write of ``cache[:, :, pos] = values``, or of ``cache[rows, :, pos] = values`` with positions per row; raises Miss."""
     arguments = bind(node)
     if arguments.get("accumulate"):
         raise Miss("the write accumulates into the cache", node, advice="write the new tokens, without accumulate=True")
@@ -96,7 +96,7 @@ def index_put(node: fx.Node, root: fx.Node) -> Write:
 def _all_rows(
     node: fx.Node, root: fx.Node, dest: fx.Node, values: fx.Node, used: list[int], numbers: fx.Node, index: fx.Node,
 ) -> Write:
-    """Read the write of ``cache[rows[:, None], :, pos]`` with one ``pos`` [S] for all rows, which are ``numbers``."""
+    """Return the write of ``cache[numbers[:, None], :, index]``: positions ``index`` [S] in all of the rows ``numbers``."""
     dims, fixed, offsets = along(dest, root)
     rows = _numbered(dest, root, dims, used[0], numbers, rows_of(dest, root, dims, offsets, dims[used[1]]))
     rest = [dim for dim in range(len(sizes(dest))) if dim not in used]
@@ -110,7 +110,10 @@ def _all_rows(
 def _numbered(
     dest: fx.Node, root: fx.Node, dims: dict[int, int], row_dim: int, numbers: fx.Node, cut: FirstRows | None,
 ) -> FirstRows | None:
-    """Return the rows that a write names by ``numbers``, which are 0, 1, 2, ...: all rows of the view, ``cut`` of the cache, or fewer."""
+    """Return the rows that a write indexes by ``numbers``, which are 0, 1, 2, ...; None for all rows of the cache.
+
+    ``cut``: the rows of the cache that the written view covers, None for all. Raises Miss where they are of different dims.
+    """
     count, held = value_of(numbers).shape[0], value_of(dest).shape[row_dim]
     if same(count, held):
         return cut
@@ -120,7 +123,7 @@ def _numbered(
 
 
 def is_row_index(node: fx.Node) -> bool:
-    """Whether a node is ``arange(rows)`` with trailing dims of size one."""
+    """Return whether a node is ``arange(rows)``, with or without trailing dims of size one."""
     trail = trace(node, lambda base: op_name(base) == "arange")
     if op_name(trail.base) != "arange" or len(trail.base.args) > 1 or not same(value_of(trail.base).shape[0], value_of(node).shape[0]):
         return False
@@ -128,16 +131,16 @@ def is_row_index(node: fx.Node) -> bool:
 
 
 def view_copy(node: fx.Node, root: fx.Node, tokens: frozenset[int] = frozenset()) -> Write:
-    """Read the write of ``cache[:, :, s:s + n] = values``, ``cache.narrow(1, s, n).copy_(values)`` or ``cache[:, :, s] = values``.
+    """Return the write of ``cache[:, :, s:s + n] = values``, ``cache.narrow(1, s, n).copy_(values)`` or ``cache[:, :, s] = values``.
 
-    ``tokens``: the root's dims along which the attention's tokens may run.
+    ``tokens``: the root's dims that the attention's tokens may run along; empty where unknown. Raises Miss.
     """
     arguments = bind(node)
     dest, values = arguments["self"], arguments["src"]
     dims, fixed, offsets = along(dest, root)
     root_dim, ranged = _token_range(node, dest, root, tokens)
     if root_dim in fixed:
-        # One token: the view has no dim of it, or one of size one.
+        # A single token has no dim in the view, or one of size one.
         fixed.pop(root_dim)
     rows = rows_of(dest, root, dims, offsets, root_dim, ranged=True)
     if op_name(ranged) == "select":
@@ -153,13 +156,13 @@ def view_copy(node: fx.Node, root: fx.Node, tokens: frozenset[int] = frozenset()
 
 
 def _token_range(node: fx.Node, dest: fx.Node, root: fx.Node, tokens: frozenset[int]) -> tuple[int, fx.Node]:
-    """Return the root's dim of tokens, and the range or entry of it that a view of the cache is; raises Miss where none is found."""
+    """Return (the root's dim of tokens, the slice or select of it) of a written view; raises Miss where none is found."""
     cut = slices(dest, root)
     by_dim = {dim: ranged for ranged, dim in cut}
     if len(by_dim) < len(cut):
         raise Miss("the write goes to a range of a range of the cache", node, advice="write one range, cache[:, :, start:start + n]")
     found = [dim for dim in by_dim if dim in tokens] if tokens else list(by_dim)
-    # A range of rows begins at the first one; a single row and a single token look alike elsewhere.
+    # A range of rows begins at the first row, so of two ranges the one that begins elsewhere is of tokens.
     found = found if len(found) < 2 else [dim for dim in found if begins(by_dim[dim]) != 0] or found
     entries = [(dim, item) for item, dim in selects(dest, root) if dim in tokens and op_name(item) == "select"]
     if not found and len(entries) == 1:
@@ -177,7 +180,7 @@ def _token_range(node: fx.Node, dest: fx.Node, root: fx.Node, tokens: frozenset[
 
 
 def _range(ranged: fx.Node) -> str:
-    """Return a range as text: ``[start:start + count]``."""
+    """Return a slice as text: ``[start:start + count]``."""
     start = begins(ranged)
     first = value_of(start) if isinstance(start, fx.Node) else start
     return f"[{first}:{first} + {value_of(ranged).shape[int(bind(ranged)['dim']) % len(sizes(ranged))]}]"
@@ -186,13 +189,13 @@ def _range(ranged: fx.Node) -> str:
 RECOGNISERS: dict[Kind, Callable[[fx.Node, fx.Node], Write]] = {
     Kind.WRITE_ROWS: index_copy, Kind.WRITE_PLACES: index_put, Kind.WRITE_WHOLE: view_copy, Kind.WRITE_SCATTER: scatter,
 }
-"""What reads each kind of write, in place or out of place."""
+"""The recogniser of each kind of write, in place or out of place."""
 
 
 def in_place(node: fx.Node, root: fx.Node, tokens: frozenset[int] = frozenset()) -> Write:
-    """Return the write that an in-place node does on ``root``; raises Miss where it is none that is known.
+    """Return the write of an in-place node to ``root``; raises Miss where it is no known write.
 
-    ``tokens``: the root's dims along which the attention's tokens may run, which ranges do not say by themselves.
+    ``tokens``: the root's dims that the attention's tokens may run along, which a range alone does not show; empty where unknown.
     """
     name = op_name(node)
     if name not in IN_PLACE:
@@ -204,7 +207,7 @@ def in_place(node: fx.Node, root: fx.Node, tokens: frozenset[int] = frozenset())
 
 
 def concatenation(node: fx.Node) -> tuple[fx.Node | None, Write]:
-    """Read ``torch.cat([past, new], dim)``: return the past (None where it is empty) and the write, whose root is the cat itself."""
+    """Return (past, write) of ``torch.cat([past, new], dim)``: past is None where it is empty, the write's root is the concatenation."""
     arguments = bind(node)
     operands = list(arguments["tensors"])
     filled = [operand for operand in operands if 0 not in sizes(operand)]
