@@ -1,13 +1,13 @@
-"""Keys and values that are put together: from an attention operand to the stripes of channels that it is made of.
+"""Keys and values assembled from cached parts: the stripes of channels that an attention operand consists of.
 
-Multi-head latent attention caches a latent and a rotary part that all heads share. Its keys are a
-projection of the first beside the second (by ``cat``, or by two writes into a fresh tensor), its values
-another projection of the first. A stripe is a run of channels that come from one slot in one way; stripes
-end where a join says so, so their edges are exact although what lies between is sampled.
+Multi-head latent attention caches a latent and a rotary part that all heads share. Its keys are a projection of the latent, joined with the
+rotary part (by ``cat``, or by two writes into a fresh tensor); its values are another projection of the latent. A stripe is a run of
+channels that come from one slot in one way. Stripes end at the edges of joins, so their ends are exact although the channels between are
+sampled.
 
-A product with the queries may be taken on either side of a projection: q . (W c) = (W^T q) . c. So an
-attention over stripes is an attention over what is cached, one kv head for all query heads (``rewrite.latent``).
-Only a projection without bias and with nothing but views and numbers around it can be moved.
+A product with the queries may be taken on either side of a projection: q . (W c) = (W^T q) . c. So an attention over stripes is an
+attention over the cache itself, with one kv head for all query heads (``rewrite.latent``). A projection can be moved only if it has no bias
+and nothing but views and constant factors around it.
 
 ::
 
@@ -45,7 +45,7 @@ WHOLE_RUNS = "join whole runs of channels with torch.cat, or copy them into slic
 
 
 class _Split(Exception):
-    """The channels come from several places: where they must be cut."""
+    """Raised where channels come from several tensors; ``cuts``: the channels at which they must be cut."""
 
     def __init__(self, cuts: set[int]) -> None:
         super().__init__(cuts)
@@ -54,7 +54,7 @@ class _Split(Exception):
 
 @dataclass(frozen=True)
 class _ChannelRun:
-    """Sampled elements of a run of an operand's channels, and what is known of the graph around them."""
+    """A run of an operand's channels: sampled elements of it (``here``), with the attention and the effects of its graph."""
 
     node: fx.Node
     roles: tuple[str, ...]
@@ -75,21 +75,21 @@ class _ChannelRun:
         return self.here[:, self.roles.index("T")]
 
     def with_channels(self, column: np.ndarray) -> Coords:
-        """The samples with other channels."""
+        """Return the samples with ``column`` as their channels."""
         moved = self.here.copy()
         moved[:, self.channel_dim] = column
         return moved
 
 
 def assemble(attention: Attention, effects: Effects, plain: Miss | slots.NoCache) -> Assembly:
-    """How keys and values that are not what the cache holds are made from it.
+    """Return how an attention's keys and values are made from cached slots.
 
-    ``plain`` says why they are no plain views of a cache; it is raised where there is nothing better to say.
+    ``plain``: the reason why they are no plain views of caches; raised again unless a better reason to refuse them is found here.
     """
     try:
         found = _assembly(attention, effects)
     except slots.NoCache as none:
-        # Behind joins and projections, the operation that stands in the way.
+        # If a cache is behind joins and projections, the node where they end is the better reason.
         further = isinstance(plain, slots.NoCache) and cache_behind(none.base, effects) is not None
         raise none if further else plain from None
     except Miss as miss:
@@ -103,17 +103,18 @@ def assemble(attention: Attention, effects: Effects, plain: Miss | slots.NoCache
 
 
 def _overlap(found: Assembly) -> bool:
-    """Whether values are among the channels of the keys."""
+    """Return whether values are some of the channels of the keys."""
     key, value = found.keys[0], found.value
     same = key.slot.root is value.slot.root and key.slot.axes.select == value.slot.axes.select
     return same and key.first < value.first + value.count and value.first < key.first + key.count
 
 
 def _assembly(attention: Attention, effects: Effects) -> Assembly:
+    """Return the stripes of an attention's keys and values; raises Miss, or NoCache."""
     keys = _stripes(attention.k, attention.k_roles, attention.output, effects)
     operands = [attention.k, attention.v]
     if attention.beside is not None:
-        # More channels, behind the others'.
+        # The second product's channels come after the first's.
         first = sizes(attention.k)[attention.k_roles.index("D")]
         more = _stripes(attention.beside.k, attention.beside.k_roles, attention.output, effects)
         keys = (*keys, *(replace(stripe, start=stripe.start + first) for stripe in more))
@@ -149,7 +150,7 @@ def _assembly(attention: Attention, effects: Effects) -> Assembly:
 
 
 def _stripes(node: fx.Node, roles: tuple[str, ...], attention: fx.Node, effects: Effects) -> tuple[Stripe, ...]:
-    """All channels of an operand, in order."""
+    """Return the stripes that make up all channels of an operand, in order; raises Miss, or NoCache."""
     dim = roles.index("D")
     edges = {0, sizes(node)[dim]}
     while True:
@@ -168,6 +169,10 @@ def _stripes(node: fx.Node, roles: tuple[str, ...], attention: fx.Node, effects:
 
 
 def _stripe(run: _ChannelRun, start: int, count: int) -> Stripe:
+    """Return the stripe of a run of channels: its slot and, where it is projected, its weight.
+
+    Raises _Split where the run must be cut, Miss, or NoCache.
+    """
     node, coords, path = _follow(run.node, run.here, run)
     made = sides(node, coords)
     if made is None:
@@ -178,7 +183,7 @@ def _stripe(run: _ChannelRun, start: int, count: int) -> Stripe:
     data, weight = made if is_cached(made[0].node, run.effects) else made[::-1]
     latent, there, further = _follow(data.node, data.coords, run)
     try:
-        # The latent's channels stand where the operand's stood.
+        # The latent's channels take the role of the operand's.
         inside = replace(run, here=run.with_channels(data.coords[:, data.summed]))
         slot, first = _slot(Trail(latent, there, inside.here, (*path, node, *further)), inside)
     except slots.NoCache:
@@ -201,7 +206,10 @@ def _stripe(run: _ChannelRun, start: int, count: int) -> Stripe:
 
 
 def _follow(node: fx.Node, coords: Coords, run: _ChannelRun) -> tuple[fx.Node, Coords, list[fx.Node]]:
-    """Upstream through views, joins of channels and writes into fresh tensors; raises _Split where channels part ways."""
+    """Return (node, coordinates, path) upstream of a run, through views, joins of channels and writes into fresh tensors.
+
+    Raises _Split where the channels part ways.
+    """
     path: list[fx.Node] = []
     while True:
         if op_name(node) in JOINS:
@@ -209,7 +217,7 @@ def _follow(node: fx.Node, coords: Coords, run: _ChannelRun) -> tuple[fx.Node, C
         else:
             moved = step(node, coords, scales=True)
         if moved is None and is_scratch(node, run.effects):
-            # Made when it may be, it holds what was copied there last.
+            # A fresh tensor holds the values that were copied into it last.
             node, coords = _through_writes(node, coords, run)
             continue
         if moved is None:
@@ -219,7 +227,7 @@ def _follow(node: fx.Node, coords: Coords, run: _ChannelRun) -> tuple[fx.Node, C
 
 
 def _grows(node: fx.Node, coords: Coords, run: _ChannelRun) -> bool:
-    """Whether a join puts new tokens behind cached ones."""
+    """Return whether a concatenation appends new tokens to cached ones."""
     if op_name(node) == "stack":
         return False
     dim = int(bind(node)["dim"]) % coords.shape[1]
@@ -227,7 +235,7 @@ def _grows(node: fx.Node, coords: Coords, run: _ChannelRun) -> bool:
 
 
 def _cuts(column: np.ndarray, run: _ChannelRun, edges: list[int], node: fx.Node) -> set[int]:
-    """The operand's channels at which a column crosses one of ``edges``."""
+    """Return the operand's channels where a column of coordinates crosses one of ``edges``; raises Miss if the column is no run."""
     shift = column - run.channel
     if not (shift == shift[0]).all():
         raise Miss("keys or values are put together in a way that is not known", node, advice=WHOLE_RUNS)
@@ -236,6 +244,7 @@ def _cuts(column: np.ndarray, run: _ChannelRun, edges: list[int], node: fx.Node)
 
 
 def _through_join(node: fx.Node, coords: Coords, run: _ChannelRun) -> tuple[fx.Node, Coords]:
+    """Return (joined tensor, coordinates in it) of elements of a join; raises _Split where they come from several tensors."""
     moved = step(node, coords, through_joins=True)
     if moved is not None:
         return moved
@@ -246,7 +255,7 @@ def _through_join(node: fx.Node, coords: Coords, run: _ChannelRun) -> tuple[fx.N
 
 
 def _through_writes(node: fx.Node, coords: Coords, run: _ChannelRun) -> tuple[fx.Node, Coords]:
-    """From elements of a fresh tensor to the elements that were copied there last."""
+    """Return (copied tensor, coordinates in it) of elements of a fresh tensor, for the last copy into it; raises _Split, or Miss."""
     for write in reversed(run.effects.writes[node]):
         if run.effects.order[write] > run.effects.order[run.attention]:
             raise Miss("what attention reads is written to after it", write, advice="write first, then attend")
@@ -264,14 +273,14 @@ def _through_writes(node: fx.Node, coords: Coords, run: _ChannelRun) -> tuple[fx
 
 
 def _slot(trail: Trail, run: _ChannelRun) -> tuple[Slot, int]:
-    """The slot at the end of a trail, whole, and the first of its channels that is read."""
+    """Return the slot at the end of a trail, with all of its channels, and the first of them that is read."""
     shape = list(sizes(run.node))
     column, first = run.channel - run.channel.min(), 0
     shape[run.channel_dim] = int(column.max()) + 1
     for dim, size in enumerate(sizes(trail.base)):
         shift = trail.there[:, dim] - column
         if column.any() and (shift == shift[0]).all():
-            # A run of a cache's channels is read as a part of all of them.
+            # The slot has all channels of the cache, of which the run is a part.
             column, first = trail.there[:, dim], int(shift[0])
             shape[run.channel_dim] = size
             break
@@ -282,7 +291,7 @@ def _slot(trail: Trail, run: _ChannelRun) -> tuple[Slot, int]:
 
 
 def _shared(trail: Trail, shape: tuple[int, ...], run: _ChannelRun) -> Slot:
-    """The slot at the end of a trail: of heads of its own, or of one head that all heads share, however the operand names them."""
+    """Return the slot at the end of a trail, with heads of its own or with one head that all heads share; raises Miss."""
 
     def behind(names: dict[str, str]) -> Slot:
         read = Read(run.node, tuple(names.get(role, role) for role in run.roles), shape)
@@ -297,7 +306,7 @@ def _shared(trail: Trail, shape: tuple[int, ...], run: _ChannelRun) -> Slot:
 
 
 def _heads(run: _ChannelRun, slot: Slot) -> tuple[int, np.ndarray]:
-    """How many heads an operand has, and the head of every sample."""
+    """Return how many heads an operand has, and the head of every sample."""
     for role in ("K", "H"):
         if role in run.roles:
             dim = run.roles.index(role)

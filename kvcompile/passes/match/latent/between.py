@@ -1,4 +1,4 @@
-"""Nodes between a cache and keys or values that are made from it: only the attention may read them, and none may change."""
+"""Nodes between a cache and the keys or values made from it: only the attention may read them, and none may be changed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvcompile.passes.match.unmatched import cache_behind
 
 
 def is_scratch(node: fx.Node, effects: Effects) -> bool:
-    """A tensor that is made in this graph, filled by copies, and not returned."""
+    """Return whether a tensor is made in this graph, filled by copies alone, and not returned."""
     writes = effects.writes.get(node, ())
     if op_name(node) not in MAKERS or not writes or effects.outputs_of(effects.family(node)):
         return False
@@ -21,14 +21,17 @@ def is_scratch(node: fx.Node, effects: Effects) -> bool:
 
 
 def is_cached(node: fx.Node, effects: Effects) -> bool:
-    """Whether an operand of a projection is made from a cache."""
+    """Return whether an operand of a projection is made from a cache."""
     base = trace(node, lambda item: op_name(item) in JOINS).base
     filled = base in effects.writes and (base.op == "placeholder" or op_name(base) in MAKERS)
     return filled or op_name(base) in JOINS or cache_behind(base, effects) is not None
 
 
 def between(operands: tuple[fx.Node, ...], cached: set[fx.Node], effects: Effects) -> frozenset[fx.Node]:
-    """The nodes between ``cached`` ones and the operands that carry cached values, the operands among them; none changed in place."""
+    """Return the nodes that carry cached values to the operands, with the operands and without the ``cached`` nodes.
+
+    Raises Miss where one of them is changed in place.
+    """
     behind: set[fx.Node] = set()
     stack = [node for node in operands if node not in cached]
     while stack:
@@ -41,7 +44,7 @@ def between(operands: tuple[fx.Node, ...], cached: set[fx.Node], effects: Effect
     carrying: set[fx.Node] = set()
     roots: set[fx.Node] = set()
     ordered = sorted(behind, key=lambda item: effects.order[item])
-    # A view of a fresh tensor may stand before the write that brings cached values into it: hence twice.
+    # A view of a fresh tensor may precede the write of cached values into it, so go through the nodes twice.
     for node in (*ordered, *ordered):
         carries = any(item in cached or item in carrying for item in node.all_input_nodes) or effects.root.get(node) in roots
         if carries and not op_name(node).startswith("sym_"):

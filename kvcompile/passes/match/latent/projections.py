@@ -1,7 +1,6 @@
-"""A latent times a weight: linear or any product of two tensors, as a map of coordinates.
+"""Projections of a latent: linear, or any product of two tensors, as a map of coordinates.
 
-What is made by a projection is followed to both its operands: the data that it is made from and the weight
-that makes it. One dim of each is summed over and gets coordinates of its own.
+Coordinates of the result are followed to both operands, the data and the weight. The dim of each that is summed over gets random ones.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from kvcompile.passes.match.sites import Miss
 
 @dataclass(frozen=True)
 class ProjectionOperand:
-    """One operand of a projection at the coordinates of its result; ``summed`` is the dim that is summed over."""
+    """One operand of a projection at coordinates of its result; ``summed``: its dim that is summed over."""
 
     node: fx.Node
     coords: Coords
@@ -27,7 +26,7 @@ class ProjectionOperand:
 
     @property
     def inner(self) -> int:
-        """How many channels are summed over."""
+        """The size of the summed dim."""
         return sizes(self.node)[self.summed]
 
 
@@ -39,7 +38,10 @@ def _biased(node: fx.Node) -> Miss:
 
 
 def sides(node: fx.Node, coords: Coords) -> tuple[ProjectionOperand, ProjectionOperand] | None:
-    """Both operands of a product at ``coords`` of its result, the summed dim drawn at random; None where it is no projection."""
+    """Return both operands of a projection at ``coords`` of its result, with random indices along the summed dim; None for other nodes.
+
+    Raises Miss for a bias, or for a factor in the product itself.
+    """
     if op_name(node) == "linear":
         arguments = bind(node)
         if arguments["bias"] is not None:
@@ -71,5 +73,5 @@ def sides(node: fx.Node, coords: Coords) -> tuple[ProjectionOperand, ProjectionO
 
 
 def _drawn(size: int, count: int) -> np.ndarray:
-    """Random channels, the first and the last among them."""
+    """Return ``count`` random indices below ``size``, the first and the last index among them."""
     return np.concatenate([[0, size - 1], np.random.default_rng(1).integers(0, size, count)])[:count]

@@ -1,4 +1,4 @@
-"""Which matrix of a weight makes the channels of each head: the weight's coordinates as forms of head and channel."""
+"""Weights of projections: the matrix of each head, from the weight's coordinates as linear forms of head and channel."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from kvcompile.passes.match.sites import Miss, Projection, WeightDim
 
 
 def projection(weight: ProjectionOperand, heads: int, head: np.ndarray, channel: np.ndarray, inner: int, count: int) -> Projection:
-    """The projection of samples ``head`` (of ``heads``) and ``channel`` (of ``count``); raises Miss where it is no matrix for each head."""
+    """Return the projection whose samples make ``channel`` (of ``count``) of ``head`` (of ``heads``).
+
+    Heads that share a matrix count as one. Raises Miss where the weight does not hold a matrix for each head.
+    """
     for kept in (n for n in range(1, heads + 1) if heads % n == 0):
         forms = [
             WeightDim(summed=True) if dim == weight.summed else _form(weight.coords[:, dim], head // (heads // kept), channel)
@@ -26,7 +29,7 @@ def projection(weight: ProjectionOperand, heads: int, head: np.ndarray, channel:
 
 
 def _one_block(forms: tuple[WeightDim, ...], shape: tuple[int, ...], heads: int, channels: int) -> bool:
-    """Whether heads and channels run along one dim of the weight each, or along one together, without gaps."""
+    """Return whether heads and channels run along one dim of the weight each, or along one dim together, without gaps."""
     by_head = [form for form in forms if form.head]
     by_channel = [form for form in forms if form.channel]
     if len(by_head) != (heads > 1) or len(by_channel) != (channels > 1):
@@ -41,7 +44,7 @@ def _one_block(forms: tuple[WeightDim, ...], shape: tuple[int, ...], heads: int,
 
 
 def _form(column: np.ndarray, head: np.ndarray, channel: np.ndarray) -> WeightDim | None:
-    """column = a * head + b * channel + c, or None where it is no such form."""
+    """Return the form a * head + b * channel + c of a column of coordinates; None where it has none."""
     rows = np.stack([head, channel, np.ones_like(head)], axis=1).astype(float)
     found, *_ = np.linalg.lstsq(rows, column.astype(float), rcond=None)
     a, b, c = (round(float(value)) for value in found)

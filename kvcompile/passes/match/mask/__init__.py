@@ -1,1 +1,1 @@
-"""Masks in every spelling, as limits and expressions over positions."""
+"""Masks in every spelling, as limits on positions and as expressions."""

@@ -1,9 +1,9 @@
-"""Masks as functions: what does a mask's element say about batch row, query and position?
+"""Masks as functions: an element of a mask as an expression of batch row, head, query and position.
 
-A mask is built from iotas, comparisons, logic and gathers. ``read`` evaluates its graph symbolically at
-coordinates (linear forms of the axes), so that "position <= first new position + query index" is seen
-whatever reshapes and broadcasts spelled it. What is not understood stays a ``Load``, never a guess, and so is what a dtype
-changes: a cast is seen through only where the target holds every value (``graph.casts``), arithmetic only where nothing rounds.
+A mask is built from iotas, comparisons, logic and gathers. ``read`` evaluates its graph symbolically at coordinates (linear forms of the
+axes), so that "position <= first new position + query index" is recognised through any reshapes and broadcasts. A node that is not
+understood becomes a ``load`` of its tensor, never a guess. So does a node that a dtype may change: a cast is looked through only where the
+target holds every value (``graph.casts``), arithmetic only where nothing rounds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class LinearForm:
     const: Any = 0
 
     def plus(self, other: LinearForm, sign: int = 1) -> LinearForm:
-        """self + sign * other."""
+        """Return self + sign * other."""
         found = dict(self.terms)
         for axis, coefficient in other.terms:
             found[axis] = found.get(axis, 0) + sign * coefficient
@@ -38,19 +38,19 @@ class LinearForm:
         return LinearForm(tuple(terms), plain(self.const + sign * other.const))
 
     def times(self, factor: int) -> LinearForm:
-        """self * factor."""
+        """Return self * factor."""
         return LinearForm(tuple((axis, coefficient * factor) for axis, coefficient in self.terms if factor), plain(self.const * factor))
 
     def of(self, axis: str) -> int:
-        """The coefficient of an axis."""
+        """Return the coefficient of an axis."""
         return dict(self.terms).get(axis, 0)
 
 
 @dataclass(frozen=True)
 class Expr:
-    """A node of the function: ``op`` over ``args``; ``num`` holds its number, ``idx`` its form, ``load`` its tensor.
+    """An expression: ``op`` over ``args``; a ``num`` has a number, an ``idx`` a linear form, a ``load`` an element of a tensor.
 
-    ``origin`` is the graph node (at coordinates) that already holds this very value.
+    ``origin``: a graph node, and coordinates in it, that hold this value already; None where none is known.
     """
 
     op: str
@@ -60,7 +60,7 @@ class Expr:
     origin: tuple[fx.Node, tuple[LinearForm, ...]] | None = None
 
     def uses(self, axis: str) -> bool:
-        """Whether the value depends on an axis."""
+        """Return whether the value depends on an axis."""
         if self.op == "idx":
             return self.linear.of(axis) != 0
         if self.op == "load":
@@ -70,7 +70,7 @@ class Expr:
 
 
 def number(value: float) -> Expr:
-    """A constant."""
+    """Return the expression of a constant."""
     return Expr("num", number=float(value))
 
 
@@ -83,9 +83,9 @@ LOGIC = {
 ARITHMETIC = {"add": "add", "sub": "sub", "mul": "mul"}
 COMPUTED: dict[str, Callable[[float, float], float]] = {"add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b}
 TRUTHS = frozenset({*COMPARISONS.values(), "and", "or", "not", "truth"})
-"""Expressions that are zero or one; ``truth`` says whether a number is not zero."""
+"""Operators whose value is zero or one; ``truth`` is one where its operand is not zero."""
 WIDE = frozenset({torch.int32, torch.int64, torch.float32, torch.float64})
-"""Dtypes whose sums and differences of positions are exact."""
+"""Dtypes in which sums and differences of positions are exact."""
 
 
 def _broadcast(node: fx.Node, coords: Coords) -> Coords:
@@ -95,6 +95,7 @@ def _broadcast(node: fx.Node, coords: Coords) -> Coords:
 
 
 def _operand(item: Any, coords: Coords) -> Expr:
+    """Return an operand (tensor, number or symbolic int) as an expression; raises _NotExpressible for others."""
     if is_tensor(item) and constant(item) is None:
         return read(item, _broadcast(item, coords))
     value = constant(item)
@@ -110,7 +111,7 @@ def _operand(item: Any, coords: Coords) -> Expr:
 
 
 def integer(item: Any) -> LinearForm:
-    """A plain or symbolic int, or the node that holds one, as a linear form; None counts as zero. Raises _NotExpressible for others."""
+    """Return a plain or symbolic int, or the node of one, as a linear form; None counts as zero. Raises _NotExpressible for other nodes."""
     if isinstance(item, fx.Node):
         item = value_of(item)
         if not isinstance(item, (int, torch.SymInt)):
@@ -119,11 +120,11 @@ def integer(item: Any) -> LinearForm:
 
 
 class _NotExpressible(Exception):
-    """Raised where a value cannot be expressed; the enclosing node becomes a Load."""
+    """Raised where a value cannot be expressed; the enclosing node becomes a ``load``."""
 
 
 def boolean(expr: Expr) -> bool:
-    """Whether a value is zero or one by construction."""
+    """Return whether a value is zero or one by construction."""
     if expr.op == "load":
         assert expr.origin is not None
         return value_of(expr.origin[0]).dtype is torch.bool
@@ -135,7 +136,7 @@ def boolean(expr: Expr) -> bool:
 
 
 def _truth(expr: Expr) -> Expr:
-    """Whether a value is not zero."""
+    """Return the expression that is one where ``expr`` is not zero."""
     if boolean(expr):
         return expr
     if expr.op == "num":
@@ -147,14 +148,14 @@ def _truth(expr: Expr) -> Expr:
 
 
 def _choice(condition: Expr, yes: Expr, no: Expr) -> Expr:
-    """``where(condition, yes, no)``, the condition itself or its opposite where that is one and zero."""
+    """Return ``where(condition, yes, no)``: the condition or its opposite for the numbers one and zero."""
     if yes.op == no.op == "num" and (yes.number, no.number) in {(1.0, 0.0), (0.0, 1.0)}:
         return condition if yes.number else Expr("not", (condition,))
     return Expr("where", (condition, yes, no))
 
 
 def _converted(expr: Expr, source: torch.dtype, target: torch.dtype) -> Expr:
-    """A value of dtype ``source`` cast to ``target``; raises _NotExpressible where that may change it."""
+    """Return a value of dtype ``source`` cast to ``target``; raises _NotExpressible where the cast may change it."""
     if expr.op == "num":
         return number(cast(expr.number, target))
     if boolean(expr) or holds(source, target):
@@ -168,7 +169,10 @@ def _converted(expr: Expr, source: torch.dtype, target: torch.dtype) -> Expr:
 
 
 def _branches(expr: Expr) -> tuple[Expr | None, float, float] | None:
-    """(condition, number where it holds, number elsewhere) of a value that is one of two numbers; without a condition of one number."""
+    """Return (condition, number where it holds, number elsewhere) of a value that is one of two numbers; None for other values.
+
+    The condition of a single number is None.
+    """
     if expr.op == "num":
         return None, expr.number, expr.number
     if expr.op == "where" and expr.args[1].op == expr.args[2].op == "num":
@@ -177,7 +181,10 @@ def _branches(expr: Expr) -> tuple[Expr | None, float, float] | None:
 
 
 def _computed(op: str, left: Expr, right: Expr, dtype: torch.dtype) -> Expr | None:
-    """Arithmetic on numbers, or on a choice of two numbers and a number, as ``dtype`` has it; None where it is on something else."""
+    """Return arithmetic on two numbers, or on a number and a choice of two numbers, with results in ``dtype``; None for other operands.
+
+    Raises _NotExpressible where a result is NaN, or negative in an unsigned dtype.
+    """
     a, b = _branches(left), _branches(right)
     if a is None or b is None or (a[0] is not None and b[0] is not None):
         return None
@@ -190,7 +197,7 @@ def _computed(op: str, left: Expr, right: Expr, dtype: torch.dtype) -> Expr | No
 
 
 def _arithmetic(op: str, node: fx.Node, items: tuple[Any, Any], coords: Coords) -> Expr:
-    """A sum, difference or product of two operands in the dtype of its node."""
+    """Return the sum, difference or product of two operands in the dtype of its node; raises _NotExpressible where it may round."""
     dtype = value_of(node).dtype
     left, right = (_exact(item, dtype, coords) for item in items)
     if dtype is torch.bool:
@@ -208,7 +215,7 @@ def _arithmetic(op: str, node: fx.Node, items: tuple[Any, Any], coords: Coords) 
 
 
 def _exact(item: Any, dtype: torch.dtype, coords: Coords) -> Expr:
-    """An operand as ``dtype``, in which an operator computes; raises _NotExpressible where that may change it."""
+    """Return an operand cast to the dtype in which its operator computes; raises _NotExpressible where the cast may change it."""
     expr = _operand(item, coords)
     if is_tensor(item):
         return _converted(expr, value_of(item).dtype, dtype)
@@ -216,13 +223,14 @@ def _exact(item: Any, dtype: torch.dtype, coords: Coords) -> Expr:
 
 
 def _compare(node: fx.Node, coords: Coords) -> Expr:
-    """A comparison, where the dtype in which it is made holds both sides."""
+    """Return a comparison; raises _NotExpressible where the dtype in which it is made does not hold both sides."""
     values = [value_of(item) if is_tensor(item) else item if isinstance(item, (int, float)) else 0 for item in node.args[:2]]
     dtype = torch.result_type(*values)
     return Expr(COMPARISONS[op_name(node)], tuple(_exact(item, dtype, coords) for item in node.args[:2]))
 
 
 def _combined(op: str, left: Expr, right: Expr) -> Expr:
+    """Return a sum, difference or product; as one linear form where both sides are integers or linear forms that are added."""
     whole = all(side.op == "idx" or (side.op == "num" and side.number.is_integer()) for side in (left, right))
     if whole and op in {"add", "sub"} and "idx" in {left.op, right.op}:
         a = left.linear if left.op == "idx" else LinearForm(const=int(left.number))
@@ -232,7 +240,7 @@ def _combined(op: str, left: Expr, right: Expr) -> Expr:
 
 
 def _view(node: fx.Node, coords: Coords) -> Coords:
-    """Coordinates of a reshape's operand where only dims of size one come and go."""
+    """Return the coordinates in a reshape's operand; raises _NotExpressible unless only dims of size one come and go."""
     inner, outer = sizes(node.args[0]), sizes(node)  # type: ignore[arg-type]
     kept = [form for size, form in zip(outer, coords, strict=True) if size != 1]
     if [size for size in inner if size != 1] != [size for size in outer if size != 1]:
@@ -288,10 +296,11 @@ MOVES: dict[Kind, Callable[[fx.Node, Coords], Coords]] = {
     Kind.RESHAPE: _view, Kind.UNSQUEEZE: _unsqueezed, Kind.SWAP: _permuted, Kind.SWAP_LAST: _permuted, Kind.PERMUTE: _permuted,
     Kind.SLICE: _sliced, Kind.SELECT: _selected, Kind.BROADCAST: _expanded,
 }
-"""The map of symbolic coordinates of each kind of view that masks are built with."""
+"""For each kind of view that masks are built with, the map from coordinates of its result to those of its operand."""
 
 
 def _gathered(node: fx.Node, coords: Coords) -> Expr:
+    """Return an element that is indexed by integer tensors in all dims; raises _NotExpressible where an index is no linear form."""
     arguments = bind(node)
     source, indices = arguments["self"], list(arguments["indices"])
     if any(index is None for index in indices) or len(indices) != len(sizes(source)):
@@ -317,7 +326,7 @@ def _triangle(node: fx.Node, coords: Coords) -> Expr:
 
 
 def _inside(node: fx.Node, coords: Coords) -> Expr:
-    """A padded tensor where all that is read of it lies behind the padding; raises _NotExpressible elsewhere."""
+    """Return an element of a padded tensor as one of its operand; raises _NotExpressible where it may be padding."""
     arguments = bind(node)
     pads = [integer(item).const for item in arguments["pad"]]
     if arguments.get("mode", "constant") != "constant":
@@ -325,7 +334,7 @@ def _inside(node: fx.Node, coords: Coords) -> Expr:
     moved = list(coords)
     for at, (left, right) in enumerate(zip(pads[::2], pads[1::2], strict=True)):
         form = moved[-1 - at]
-        # Axes count from zero on.
+        # Axes are never negative, so the form is at least its constant.
         if not same(right, 0) or not at_most(left, form.const) or any(coefficient < 0 for _, coefficient in form.terms):
             raise _NotExpressible
         moved[-1 - at] = form.plus(LinearForm(const=left), -1)
@@ -350,13 +359,14 @@ def _copied(node: fx.Node, coords: Coords) -> Expr:
 
 
 def _chosen(node: fx.Node, condition: Any, yes: Any, no: Any, coords: Coords) -> Expr:
-    """``where`` or ``masked_fill``, whose numbers become those of the result's dtype."""
+    """Return ``where`` or ``masked_fill``, with its numbers in the dtype of the result."""
     dtype = value_of(node).dtype
     sides = (_converted(_operand(item, coords), value_of(item).dtype if is_tensor(item) else dtype, dtype) for item in (yes, no))
     return Expr("where", (_truth(_operand(condition, coords)), *sides))
 
 
 def _compute(node: fx.Node, coords: Coords) -> Expr:
+    """Return the value of a node at coordinates; raises _NotExpressible where it is not understood."""
     name = op_name(node)
     if name == "arange":
         return _counted(node, coords)
@@ -394,7 +404,7 @@ def _compute(node: fx.Node, coords: Coords) -> Expr:
 
 
 def read(node: fx.Node, coords: Coords) -> Expr:
-    """The value of a tensor node at coordinates, as an expression of the axes."""
+    """Return the value of a tensor node at coordinates, as an expression of the axes; a ``load`` where it is not understood."""
     try:
         value = _compute(node, coords)
     except _NotExpressible:

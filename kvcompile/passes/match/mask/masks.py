@@ -1,12 +1,12 @@
-"""Masks in normal form: position limits, a padding row, and whatever is left carried as the tensor it was.
+"""Masks in normal form: limits on positions, a padding row, and all other terms carried as tensors.
 
-Every term is read as a predicate (``expressions``), split into conjuncts, and each conjunct is one of
+Every term is read as a predicate (``expressions``) and split into conjuncts. Each conjunct is one of
 
     position <= limit(row, query)      hi      (causal, length)
     position >= limit(row, query)      lo      (sliding window)
     tensor[row, position]              keep    (padding)
 
-or the whole term is carried along as a tensor operand: slower to read, never wrong.
+or its term is carried along as a tensor operand, which is slower to read and never wrong.
 
 ::
 
@@ -41,11 +41,11 @@ MIRRORED = {"le": "ge", "ge": "le", "lt": "gt", "gt": "lt"}
 
 
 class _Carried(Exception):
-    """A conjunct that is not arithmetic: the term stays a tensor."""
+    """Raised where a conjunct is no arithmetic on positions: its term stays a tensor."""
 
 
 def negated(expr: Expr) -> Expr:
-    """Return the opposite of a predicate, with comparisons and alternatives turned rather than wrapped."""
+    """Return the opposite of a predicate: comparisons and alternatives are inverted, other predicates wrapped in ``not``."""
     if expr.op in NEGATED:
         return Expr(NEGATED[expr.op], expr.args)
     if expr.op == "not":
@@ -56,7 +56,7 @@ def negated(expr: Expr) -> Expr:
 
 
 def _predicate(expr: Expr, term: MaskTerm) -> Expr:
-    """The predicate behind an additive mask: zero where attended, elsewhere what hides whatever the scores are."""
+    """Return the condition under which an additive mask is zero; raises _Carried unless it hides for certain everywhere else."""
     if expr.op == "where":
         condition, yes, no = expr.args
         if _hides(yes, term):
@@ -75,16 +75,16 @@ def _hides(expr: Expr, term: MaskTerm) -> bool:
 
 
 def hidden_at(term: MaskTerm) -> float:
-    """Return the value at and below which an added mask hides: the lowest number of the dtype it is added in, else minus infinity.
+    """Return the number at and below which an added mask hides: the lowest one of the dtype that it is added in, or minus infinity.
 
-    Nothing else hides: a softmax does not see what all scores of a row have in common, so a token at -20000 beside others at -1e9 is
-    seen, and scores may be lower than -10000.
+    No other number hides for certain: a softmax does not change with a number that is added to all scores of a row, so a token at -20000 is
+    seen if all others are at -1e9, and scores may be lower than -10000.
     """
     return lowest(term.dtype) if abs(term.factor) >= LEAST_FACTOR else -math.inf
 
 
 def _finite(expr: Expr, term: MaskTerm) -> bool:
-    """Whether an added mask is made of integers and of numbers far from the end of its dtype: it is not known to hide anything."""
+    """Return whether an added mask is made of integers and of numbers far from the ends of its dtype, so that it hides no token."""
     if expr.op == "load":
         assert expr.origin is not None
         return not value_of(expr.origin[0]).dtype.is_floating_point or _moderate(expr.origin[0])
@@ -94,19 +94,20 @@ def _finite(expr: Expr, term: MaskTerm) -> bool:
 
 
 def _moderate(node: fx.Node) -> bool:
-    """Whether a tensor holds, in every call, numbers no larger than positions are: slopes of ALiBi, say."""
+    """Return whether a tensor holds, in every call, numbers no larger than positions are: slopes of ALiBi, say."""
     value = known(node)
     return value is not None and bool((value.abs() <= LONGEST).all())
 
 
 def _bias(term: MaskTerm) -> bool:
-    """Whether a term adds numbers to scores, and never minus infinity: made of moderate ones in dtypes of float32's range."""
+    """Return whether a term adds finite numbers to the scores, in dtypes with at least the range of bfloat16."""
     dtypes = {term.dtype, value_of(term.node).dtype}
     wide = all(dtype.is_floating_point and torch.finfo(dtype).max >= torch.finfo(torch.bfloat16).max for dtype in dtypes)
     return term.kind is MaskKind.ADD and wide and _finite(_function(term), term)
 
 
 def _conjuncts(expr: Expr) -> list[Expr]:
+    """Return the conjuncts of a predicate, none if it always holds; raises _Carried if it never does."""
     if expr.op == "and":
         return [item for arg in expr.args for item in _conjuncts(arg)]
     if expr.op == "not":
@@ -122,7 +123,10 @@ def _conjuncts(expr: Expr) -> list[Expr]:
 
 
 def _sum(expr: Expr, sign: int, form: LinearForm, atoms: list[tuple[int, Expr]]) -> LinearForm:
-    """Flatten sums down to what no longer depends on the position; those parts stay whole, as atoms."""
+    """Return ``form`` plus ``sign`` times an expression's linear part.
+
+    Parts that do not depend on the cached position go to ``atoms``, each whole and with its sign. Raises _Carried.
+    """
     if expr.op == "num":
         if not expr.number.is_integer():
             raise _Carried
@@ -139,7 +143,7 @@ def _sum(expr: Expr, sign: int, form: LinearForm, atoms: list[tuple[int, Expr]])
 
 
 def _limit(atoms: list[tuple[int, Expr]], form: LinearForm, wanted: int, offset: Any, effects: Effects) -> Limit:
-    """The limit from ``position <= atoms + form``: one tensor of positions, or the query's own index."""
+    """Return the limit of ``position <= atoms + form``: a tensor of positions, the query's own index or a constant; raises _Carried."""
     own = form.of("S") * wanted
     offset, amount = _split(offset)
     if any(form.of(axis) for axis in ("B", "H", "K", "G")):
@@ -161,7 +165,7 @@ def _limit(atoms: list[tuple[int, Expr]], form: LinearForm, wanted: int, offset:
 
 
 def _split(number: Any) -> tuple[int, Amount | None]:
-    """An int or SymInt as its constant part and the symbolic rest."""
+    """Return an int or a SymInt as (constant part, symbolic rest); the rest is None for an int."""
     if isinstance(number, int):
         return number, None
     const, rest = number.node.expr.as_coeff_Add()
@@ -169,7 +173,10 @@ def _split(number: Any) -> tuple[int, Amount | None]:
 
 
 def _plain(expr: Expr, axis: str, effects: Effects) -> tuple[fx.Node, tuple[str, ...]]:
-    """The tensor that holds a value and its dims' roles, where it runs along batch rows and ``axis`` alone and nobody writes to it."""
+    """Return the tensor that holds a value and the roles of its dims.
+
+    Raises _Carried unless its dims are batch rows and ``axis`` alone, and nothing writes to it.
+    """
     if expr.origin is None:
         raise _Carried
     node, coords = expr.origin
@@ -184,7 +191,7 @@ def _plain(expr: Expr, axis: str, effects: Effects) -> tuple[fx.Node, tuple[str,
 
 
 def _compared(expr: Expr, effects: Effects) -> tuple[bool, Limit]:
-    """(is it an upper limit, the limit) of one comparison."""
+    """Return (whether it is an upper limit, the limit) of a comparison; raises _Carried."""
     atoms: list[tuple[int, Expr]] = []
     form = _sum(expr.args[1], -1, _sum(expr.args[0], 1, LinearForm(), atoms), atoms)
     op, side = expr.op, form.of("T")
@@ -201,6 +208,7 @@ def _compared(expr: Expr, effects: Effects) -> tuple[bool, Limit]:
 
 
 def _padding(expr: Expr, effects: Effects) -> tuple[object, tuple[str, ...]]:
+    """Return the tensor that a padding conjunct reads and its dims' roles; raises _Carried unless it is of ints or bools, over tokens."""
     if expr.op == "truth":
         expr = expr.args[0]
     if expr.op != "load":
@@ -218,7 +226,7 @@ def _function(term: MaskTerm) -> Expr:
 
 
 def _term(term: MaskTerm, bounds: dict[str, object], effects: Effects) -> None:
-    """Add one term's limits to ``bounds``; raises _Carried where any conjunct is not arithmetic."""
+    """Add one term's limits to ``bounds``; raises _Carried where one of its conjuncts must stay a tensor."""
     if term.fill != -math.inf:
         raise _Carried
     expr = _function(term)
@@ -248,7 +256,10 @@ def _term(term: MaskTerm, bounds: dict[str, object], effects: Effects) -> None:
 
 
 def normalise(attention: Attention, effects: Effects) -> Bounds:
-    """The mask of an attention in normal form. Raises Miss where a number replaces scores and more is carried than their biases."""
+    """Return the mask of an attention in normal form.
+
+    Raises Miss where a finite number replaces scores and terms other than biases before it are carried.
+    """
     bounds: dict[str, object] = {}
     carried, places = [], []
     for place, term in enumerate(attention.masks):
@@ -257,11 +268,11 @@ def normalise(attention: Attention, effects: Effects) -> Bounds:
                 raise _Carried
             _term(term, bounds, effects)
         except _Carried:
-            # Told here, once for all passes: an expression can be read only while sizes are numbers.
+            # Decided here for all passes: an expression can be read only while sizes are numbers.
             carried.append(replace(term, hides=_may_hide(term)))
             places.append(place)
     replaced = next((term for term in carried if term.fill != -math.inf), None)
-    # Minus infinity in a bias says where scores are replaced, if nothing else may be minus infinity and all of it is replaced too.
+    # -inf in the bias operand will mark replaced scores, so no other term may be -inf, and the replacement must be the last term.
     biases = all(term is replaced or _bias(term) for term in carried) if replaced is not None else True
     if replaced is not None and not (biases and carried[-1] is replaced and places == list(range(len(places)))):
         raise Miss(
@@ -276,9 +287,9 @@ def normalise(attention: Attention, effects: Effects) -> Bounds:
 
 
 def conditions(term: MaskTerm) -> list[Expr] | None:
-    """All that must hold of a token for a mask to let it through, over axes named by roles; None where the mask hides nothing for certain.
+    """Return all conditions under which a mask shows a token, over axes named by roles; None where the mask hides nothing for certain.
 
-    A bias does not, nor does a mask that leaves another number than minus infinity in place of a score.
+    A bias does not, nor does a mask that replaces scores by a finite number.
     """
     if term.fill != -math.inf:
         return None
@@ -292,7 +303,7 @@ def conditions(term: MaskTerm) -> list[Expr] | None:
 
 
 def conjuncts(expr: Expr) -> list[Expr] | None:
-    """All that must hold for a predicate to hold; None where it never does."""
+    """Return all conditions that a predicate consists of; None where it never holds."""
     try:
         return _conjuncts(expr)
     except _Carried:
@@ -300,7 +311,7 @@ def conjuncts(expr: Expr) -> list[Expr] | None:
 
 
 def hiding(bounds: Bounds) -> tuple[MaskTerm, ...]:
-    """The tensors along the cached tokens that may hide some of them: from these a last visible position can be read."""
+    """Return the masks along the cached tokens that may hide some of them, from which a last visible position can be read."""
     terms = [term for term in bounds.carried if term.hides]
     if bounds.keep is not None:
         node, roles = bounds.keep
@@ -309,21 +320,21 @@ def hiding(bounds: Bounds) -> tuple[MaskTerm, ...]:
 
 
 def _may_hide(term: MaskTerm) -> bool:
-    """Whether a carried term may hide some of the cached tokens, and may say so along them."""
+    """Return whether a carried term has a dim of tokens and may hide some of them."""
     if "T" not in term.roles or term.fill != -math.inf:
         return False
     return term.kind is not MaskKind.ADD or (term.factor > 0.0 and not _finite(_function(term), term))
 
 
 def shown_by(term: MaskTerm, mask: torch.Tensor) -> torch.Tensor:
-    """Return what a mask's value lets through, bool of its shape."""
+    """Return which tokens a mask's value shows, bool of its shape."""
     if term.kind is MaskKind.ADD:
         return ~(mask <= hidden_at(term))
     return mask == 0 if term.kind is MaskKind.FILL else mask if mask.dtype is torch.bool else mask != 0
 
 
 def describe(bounds: Bounds) -> str:
-    """A mask in words, for the report."""
+    """Return a mask in words, for the report."""
     words = UPPER[bounds.hi.kind]
     if bounds.lo is not None:
         words += " + window"

@@ -1,8 +1,8 @@
-"""Reach: how far attention reads, and whether a mask's upper limit may name positions behind the tokens that it reads.
+"""Reach: how many tokens attention reads, and whether its upper limit may be after the last of them.
 
-The dense tensor ends there, so such a limit hides nothing. A store goes on to the end of its last page, where
-zeros lie that must never be attended to: a sliding cache written by hand at ``position % capacity`` is masked by the
-position, which grows past the capacity.
+A dense tensor ends with the last token that is read, so a limit after it hides nothing. A store goes on to the end of its last page with
+zeros that must never be attended to. A sliding cache that a model writes at ``position % capacity`` has such a limit: its mask compares
+with the position, which grows past the capacity.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from kvcompile.passes.match.sites import LimitKind, Site
 
 
 def reach(site: Site) -> Any:
-    """How many tokens a buffer's attention may read whatever was written, int or symbolic; 0 where its mask says no more than that."""
+    """Return how many tokens a buffer's attention reads whatever was written: up to a constant limit, or all without a mask.
+
+    An int or a SymInt; 0 where positions limit it, and for caches that grow or are paged.
+    """
     bounds, attention, slot = site.bounds, site.attention, site.key
     if slot.kind.facts.grows or slot.block_table is not None:
         return 0
@@ -32,7 +35,7 @@ def reach(site: Site) -> Any:
 
 
 def unbounded(site: Site) -> bool:
-    """Whether the masks of a buffer's attention may show places behind the newest token, which the positions of a call do not tell."""
+    """Return whether a buffer's masks may show slots after the newest token in a way that positions of the call do not reveal."""
     slot = site.key
     if not slot.kind.facts.fixed or slot.block_table is not None or slot.sliding is not None:
         return False
@@ -40,7 +43,7 @@ def unbounded(site: Site) -> bool:
 
 
 def exceeds(site: Site) -> bool:
-    """Whether the upper limit of a site may lie behind the last token that it reads."""
+    """Return whether the upper limit of a site may be after the last token that it reads."""
     hi, attention = site.bounds.hi, site.attention
     if hi.kind is LimitKind.ALL:
         return False
@@ -54,7 +57,7 @@ def exceeds(site: Site) -> bool:
 
 
 def held(node: fx.Node) -> fx.Node:
-    """The tensor that holds the values of a view or an exact copy: a bound on the ones bounds the others."""
+    """Return the tensor that a node is a view or an exact copy of: a bound on its values bounds the node's."""
     while op_name(node) in STEPS.keys() | COPIES and is_tensor(node.args[0]) and holds(value_of(node.args[0]).dtype, value_of(node).dtype):
         node = node.args[0]
     return node

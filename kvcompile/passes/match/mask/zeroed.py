@@ -1,14 +1,14 @@
-"""Zeros behind the softmax: whether a step that sets weights to zero changes any weight that a query's own mask had not made zero.
+"""Zeros after the softmax: whether a step that sets weights to zero changes a weight that the mask before the softmax left visible.
 
-A weight is hidden already where its token was hidden ahead of the softmax, and a query that sees no token has zeros for weights in our
-attention. So a step may be left out where all that it asks of a weight holds for every token that is seen:
+A token hidden before the softmax has a zero weight already, and ``kvcompile::attend`` gives zero weights to a query that sees no token. So
+a step may be left out if each of its conditions holds for every visible token:
 
-    softmax(x masked by seen) * seen                       seen is asked of a token, and was asked before
+    softmax(x masked by seen) * seen                       the condition is ``seen``, which holds
     where(any(seen, -1), softmax(x masked by seen), 0)     some token is seen wherever one is
-    where(all(x == -inf, -1), 0, softmax(x))               the scores of what is seen are no minus infinity
+    where(all(x == -inf, -1), 0, softmax(x))               the scores of visible tokens are not minus infinity
 
-What is asked of whole rows besides (queries of padding) is a mask like any other: it hides every token. What is asked of single tokens
-besides would leave weights whose sum is not one, which no attention has.
+A further condition on whole rows (queries of padding) becomes one more mask, which hides every token. A further condition on single tokens
+would leave weights whose sum is not one, which no attention has.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from kvcompile.passes.match.soundness import settled
 
 TOKEN = LinearForm((("T", 1),))
 UNREACHED = -1e9
-"""A number that scores of tokens which are seen do not come near: e to the power of it less the largest of them is 0 in every dtype."""
+"""A number far below the scores of visible tokens: e to the power of it less the largest score is 0 in every dtype."""
 ABSENT = frozenset({"isinf", "isneginf", "isnan"})
-"""Tests that no score or weight of a token that is seen passes."""
+"""Tests that no score or weight of a visible token passes."""
 
 
 def without_effect(attention: Attention, effects: Effects) -> Attention:
-    """The attention without the zeros behind its softmax; raises Miss where one of them changes what is seen."""
+    """Return the attention without the zeros after its softmax; raises Miss where one of them changes a visible weight."""
     if not attention.zeroed:
         return attention
-    # What the attention computes on its way is nobody else's to change (``soundness.private``).
+    # No other node changes the attention's inner values (``soundness.private``).
     inside, rows = set(attention.nodes), list[MaskTerm]()
     every = [conditions(item.term) if settled(item.term.node, attention.output, effects, inside) else None for item in attention.zeroed]
     zeros = {_bare(item) for asked in every for item in asked or ()}
@@ -67,9 +67,10 @@ def without_effect(attention: Attention, effects: Effects) -> Attention:
 
 
 def _excluding(term: MaskTerm, zeros: set[Expr]) -> MaskTerm:
-    """A mask that fills scores with a number like -1e9, as one that excludes them where their weights are set to zero behind the softmax.
+    """Return a mask that fills scores with a number like -1e9 as one that excludes them, if zeros after the softmax hide them too.
 
-    The zeros say that such tokens are not to be seen; what is left of them in the sum of the weights is e^(-1e9 - the largest score).
+    Other masks are returned unchanged. The zeros show that such tokens must be hidden; their part of the sum of weights is e^(-1e9 - the
+    largest score), which is zero.
     """
     if not -math.inf < term.fill <= UNREACHED:
         return term
@@ -79,19 +80,19 @@ def _excluding(term: MaskTerm, zeros: set[Expr]) -> MaskTerm:
 
 
 def _bare(expr: Expr) -> Expr:
-    """An expression without the nodes that hold its value, but for tensors that it loads: equal for equal values."""
+    """Return an expression without the nodes that hold its value, except for loaded tensors: equal for equal values."""
     return replace(expr, args=tuple(_bare(item) for item in expr.args), origin=expr.origin if expr.op == "load" else None)
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """The conditions that a step asks of a weight, against those that hold for every token that is ``seen``."""
+    """The conditions that a step puts on a weight, compared with the ones that hold for every visible token (``seen``)."""
 
     zeroed: Zeroed
     seen: set[Expr]
 
     def holds(self, item: Expr) -> bool:
-        """Whether a condition holds for every token that is seen."""
+        """Return whether a condition holds for every visible token."""
         if _bare(item) in self.seen:
             return True
         if item.op == "not" and item.args[0].op == "load":
@@ -105,7 +106,7 @@ class _Asked:
         return self._tensor(*item.origin, wanted)
 
     def _tensor(self, node: fx.Node, coords: Coords, wanted: bool) -> bool:
-        """Whether an element of a computed tensor is true, or not ``wanted`` false, for every token that is seen."""
+        """Return whether an element of a computed tensor is true, or not ``wanted`` false, for every visible token."""
         name = op_name(node)
         if name in {"any", "all"} or (name in {"sum", "amax"} and wanted and zero_or_one(node.args[0])):
             inside = _over_tokens(node, coords)
@@ -121,7 +122,7 @@ class _Asked:
         return False
 
     def _every(self, node: object, coords: Coords, wanted: bool) -> bool:
-        """Whether all conditions of a boolean tensor hold, or of its opposite."""
+        """Return whether a boolean tensor, or its opposite where not ``wanted``, holds for every visible token."""
         if not is_tensor(node):
             return False
         expr = read(node, coords)
@@ -129,11 +130,11 @@ class _Asked:
         return found is not None and all(self.holds(item) for item in found)
 
     def _statistic(self, node: object, coords: Coords) -> bool:
-        """Whether a value is the token's own score or weight, or the largest of its query."""
+        """Return whether a value is the token's own score or weight, or the largest of its query."""
         while isinstance(node, fx.Node):
             own = next((roles for item, roles in self.zeroed.statistics if item is node), None)
             if own is not None:
-                # A dim of size one has one place only, however it is named.
+                # A dim of size one has a single index, whatever its role is.
                 wide = [size != 1 for size in sizes(node)]
                 return all(form == LinearForm(((role, 1),)) for form, role, many in zip(coords, own, wide, strict=True) if many)
             if op_name(node) == "amax":
@@ -148,7 +149,7 @@ class _Asked:
 
 
 def _over_tokens(node: fx.Node, coords: Coords) -> Coords | None:
-    """Coordinates of a reduction's operand where it runs over the tokens alone; None where it does not."""
+    """Return the coordinates in the operand of a reduction over the tokens alone; None for other reductions."""
     arguments = bind(node)
     shape = sizes(arguments["self"])
     dims: Sequence[int] | int | None = arguments.get("dim")

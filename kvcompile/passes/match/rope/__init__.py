@@ -1,1 +1,1 @@
-"""Rotary embeddings between a projection and the cache."""
+"""Rotary embeddings of keys, between their projection and the cache."""

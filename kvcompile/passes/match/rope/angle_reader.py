@@ -1,9 +1,8 @@
-"""Reading angles: the graph's own cosine and sine as functions of the token's position.
+"""Read angles: the graph's own cosine and sine as functions of the token's position.
 
-They are evaluated at sampled coordinates (``pullback``), through elementwise arithmetic, an outer product with the
-frequencies, a look-up in a table; so whatever reshapes and broadcasts spelled it, every step is elementwise along
-the tokens by construction. What is not such a function (frequencies that follow the length, angles that come from
-outside) is a miss with that reason.
+They are evaluated at sampled coordinates (``pullback``), through elementwise arithmetic, an outer product with the frequencies, or a
+look-up in a table. Every such step is elementwise along the tokens, whatever reshapes and broadcasts are in between. Other angles
+(frequencies that follow the length, angles that come from outside) raise Miss with that reason.
 """
 
 from __future__ import annotations
@@ -33,27 +32,27 @@ SLICES = named(Kind.SLICE)
 SLICE = "where a slice of a table begins"
 
 Read = tuple[AngleStep, list[np.ndarray]]
-"""A step without channels, and for each of its leaves along the channels, in order, which entry every sample reads."""
+"""A step whose leaves along the channels lack their ranges, and for each of them, in order, the entry that every sample reads."""
 
 
 def changed(why: str, node: fx.Node) -> Miss:
-    """The miss of angles that are no function of the position."""
+    """Return the Miss of angles that are no function of the position."""
     return Miss(f"the angles of the rotation are not a function of the token's position: {why}", node)
 
 
 @dataclass
 class Reader:
-    """Reads graph values at samples that share one set of tokens; collects the constants and the position that they use."""
+    """A reader of graph values at samples of one set of new tokens; it collects the constants and the position that they depend on."""
 
     effects: Effects
     tokens: int
     token: np.ndarray
-    """Which new token each sample is."""
+    """The new token of each sample, an index, int64 [samples]."""
     constants: list[fx.Node] = field(default_factory=list)
     position: tuple[Any, ...] | None = None
 
     def read(self, node: fx.Node, coords: Coords, rows: np.ndarray, part: ComplexPart = ComplexPart.NONE) -> Read:
-        """The value of ``node`` at ``coords``, of the samples ``rows``."""
+        """Return the value of ``node`` at ``coords``, those of the samples numbered ``rows``; raises Miss."""
         self._unwritten(node)
         name = op_name(node)
         if name == "arange":
@@ -84,13 +83,14 @@ class Reader:
         return self.read(*moved, rows, part)
 
     def _unwritten(self, node: fx.Node) -> None:
+        """Raise Miss where a tensor is written to in place."""
         if self.effects.writes_to(node):
             raise changed("they are updated in place, as frequencies that follow the length are", node)
 
     # --- integers --------------------------------------------------------------------------------
 
     def _arange(self, node: fx.Node, coords: Coords, rows: np.ndarray) -> Read:
-        """An iota is the position where it runs along the tokens, else numbers along the channels."""
+        """Return an iota: the position where it runs along the tokens, else numbers along the channels."""
         arguments = bind(node)
         along = (coords[:, 0] == self.token[rows]).all() if self.tokens > 1 else sizes(node)[0] == 1
         if along and (arguments.get("step") or 1) == 1:
@@ -101,6 +101,7 @@ class Reader:
         return AngleStep("arange", (start, end, by, value_of(node).dtype)), [coords[:, 0]]
 
     def _integer(self, node: fx.Node, coords: Coords, rows: np.ndarray) -> Read:
+        """Return an integer value as the position; raises Miss where it depends on other tokens."""
         while (moved := step(node, coords)) is not None:
             node, coords = moved
             self._unwritten(node)
@@ -111,12 +112,13 @@ class Reader:
         return self._position(node, coords)
 
     def _position(self, node: fx.Node, coords: Coords) -> Read:
-        """The one position that all angles depend on; dims in which it does not change are part of its identity."""
+        """Return the position; raises Miss unless all angles depend on the same tensor, at the same indices in dims other than tokens."""
         still = tuple((dim, int(column[0])) for dim, column in enumerate(coords.T) if (column == column[0]).all())
         self._only((node, still), node)
         return AngleStep("position"), []
 
     def _only(self, position: tuple[Any, ...], node: fx.Node) -> None:
+        """Record the position; raises Miss where another one was recorded."""
         if self.position is not None and self.position != position:
             raise changed("they depend on more than one position", node)
         self.position = position
@@ -124,7 +126,7 @@ class Reader:
     # --- leaves ----------------------------------------------------------------------------------
 
     def _leaf(self, kind: str, node: fx.Node, coords: Coords, part: ComplexPart, moving: tuple[int, ...]) -> Read:
-        """A constant of the model; the dims in ``moving`` are indexed by the position."""
+        """Return a constant of the model as a leaf; ``moving``: its dims that the position indexes. Raises Miss for other nodes."""
         if not is_tensor(node) or node.op not in {"placeholder", "get_attr"}:
             raise changed(f"they are looked up in the result of {op_name(node)}", node)
         fixed, along = [], None
@@ -143,7 +145,10 @@ class Reader:
         return found, [] if along is None else [coords[:, along]]
 
     def _looked_up(self, node: fx.Node, coords: Coords, rows: np.ndarray, part: ComplexPart) -> Read | None:
-        """A table's row at the position: gathered, or a slice of as many rows as there are tokens."""
+        """Return a table's row at the position; None where ``node`` is no look-up.
+
+        The row is gathered, or a slice takes as many rows as there are tokens.
+        """
         name = op_name(node)
         if name in SLICES and (dim := self._sliced_along_tokens(node, coords, rows)) is not None:
             self._only((SLICE, bind(node).get("start")), node)
@@ -163,17 +168,21 @@ class Reader:
         return self._table(source, rest, dim, part)
 
     def _sliced_along_tokens(self, node: fx.Node, coords: Coords, rows: np.ndarray) -> int | None:
+        """Return the dim along which a slice of a table has one row for each token; None where there is none."""
         arguments = bind(node)
         dim = int(arguments["dim"]) % coords.shape[1]
         count, whole = sizes(node)[dim], sizes(operand(node))[dim]
         if count != self.tokens or whole == count or hint(arguments.get("step") or 1) != 1:
             return None
         along = (coords[:, dim] == self.token[rows]).all() and (self.tokens > 1 or isinstance(arguments.get("start"), (int, fx.Node)))
-        # One row of a table is a position too where nothing else was.
+        # With one token, a slice of one row is the position if no other was found.
         return dim if along and (self.tokens > 1 or self.position is None or self.position[0] == SLICE) else None
 
     def _table(self, node: fx.Node, coords: Coords, dim: int, part: ComplexPart) -> Read:
-        """The constant behind a table whose ``dim`` is indexed by the position: which of its own dims that is shows when it moves."""
+        """Return the constant that a table is made from, which the position indexes along ``dim`` of the table; raises Miss.
+
+        The dim of the constant that the position indexes is the one along which its coordinates move with ``dim``.
+        """
         casts: list[tuple[fx.Node, fx.Node]] = []
         here, there = coords.copy(), coords.copy()
         here[:, dim], there[:, dim] = 0, 1
@@ -204,7 +213,7 @@ class Reader:
     # --- operators -------------------------------------------------------------------------------
 
     def _joined(self, node: fx.Node, coords: Coords, rows: np.ndarray, part: ComplexPart) -> Read:
-        """Through cat and stack, where all operands are the same function."""
+        """Return the function that cat or stack joins; raises Miss unless all operands are the same function."""
         parts = [(at, self.read(source, moved, rows[at], part)) for source, at, moved in join_parts(node, coords)]
         found, columns = parts[0][1]
         if any(other != found for _, (other, _) in parts):
@@ -216,6 +225,7 @@ class Reader:
         return found, merged
 
     def _complex(self, node: fx.Node, coords: Coords, rows: np.ndarray, part: ComplexPart) -> Read:
+        """Return ``part`` of a complex number that the node builds, or an element of its view as real numbers."""
         name = op_name(node)
         if name == "view_as_complex":
             half = np.full((len(coords), 1), part is ComplexPart.IMAG, dtype=np.int64)
@@ -233,6 +243,7 @@ class Reader:
         return self.read(operand(node), coords[:, :-1], rows, ComplexPart.IMAG if halves.pop() else ComplexPart.REAL)
 
     def _elementwise(self, node: fx.Node, coords: Coords, rows: np.ndarray) -> Read:
+        """Return elementwise arithmetic on functions of the position and numbers; raises Miss for options or other operands."""
         if node.kwargs:
             raise changed(f"they pass through {op_name(node)} with options", node)
         parts: list[Any] = []
@@ -249,7 +260,7 @@ class Reader:
         return AngleStep(_overload(node), tuple(parts)), columns
 
     def _outer(self, node: fx.Node, coords: Coords, rows: np.ndarray) -> Read:
-        """A product without a sum: an outer product, or a matrix product over a dim of size one."""
+        """Return an outer product, or a matrix product over a dim of size one; raises Miss for products with a sum."""
         name = op_name(node)
         if name == "einsum":
             (left, right), places = _einsum(node, coords)
@@ -269,7 +280,7 @@ class Reader:
 
 
 def _cast(found: Read, before: fx.Node | None, after: fx.Node) -> Read:
-    """Cast a function of the position where two nodes' dtypes differ; ``before`` None stands for the position."""
+    """Return a function cast to the dtype of ``after`` where ``before`` has another; a ``before`` of None is the position."""
     dtype = value_of(after).dtype
     if before is None and not dtype.is_floating_point:
         return found
@@ -286,7 +297,7 @@ def _overload(node: fx.Node) -> str:
 
 
 def _indexed(node: fx.Node, name: str, arguments: dict[str, Any], coords: Coords) -> tuple[int, fx.Node, Coords, Coords]:
-    """(indexed dim of the source, index, its coordinates, the source's with zeros at that dim) of a look-up."""
+    """Return (source dim, index, coordinates in it, coordinates in the source with 0 in that dim) of a look-up; raises Miss."""
     if name == "index":
         given = [(dim, item) for dim, item in enumerate(arguments["indices"]) if item is not None]
         if len(given) != 1:
@@ -305,6 +316,7 @@ def _indexed(node: fx.Node, name: str, arguments: dict[str, Any], coords: Coords
 
 
 def _einsum(node: fx.Node, coords: Coords) -> tuple[tuple[fx.Node, fx.Node], tuple[Coords, Coords]]:
+    """Return both operands of an einsum without a sum, and the coordinates in each; raises Miss for other einsums."""
     equation, operands = node.args[0], list(node.args[1])  # type: ignore[arg-type]
     text = str(equation).replace(" ", "")
     inputs, _, output = text.partition("->")
@@ -319,7 +331,10 @@ def _einsum(node: fx.Node, coords: Coords) -> tuple[tuple[fx.Node, fx.Node], tup
 
 
 def spread_of(columns: Sequence[np.ndarray], width: int, node: fx.Node) -> tuple[Spread, list[tuple[int, int, int]]]:
-    """How ``width`` channels read the leaves, and (first, count, stride) of every leaf; ``columns`` are [width] each."""
+    """Return how ``width`` channels share the entries of the leaves, and (first, count, stride) of every leaf.
+
+    ``columns``: for each leaf the entry that every channel reads, int64 [width]. Raises Miss for other orders of channels.
+    """
     channel = np.arange(width)
     for spread, own, count in (
         (Spread.WHOLE, channel, width), (Spread.HALVES, channel % (width // 2), width // 2), (Spread.PAIRS, channel // 2, width // 2),
@@ -331,13 +346,14 @@ def spread_of(columns: Sequence[np.ndarray], width: int, node: fx.Node) -> tuple
 
 
 def _range(column: np.ndarray, own: np.ndarray, count: int) -> tuple[int, int, int] | None:
+    """Return (first, count, stride) of a leaf that runs along the channels ``own``; None where it does not."""
     first = int(column[0])
     stride = int(column[own == 1][0]) - first if count > 1 else 1
     return (first, count, stride) if stride > 0 and (column == first + stride * own).all() else None
 
 
 def with_ranges(found: AngleStep, ranges: list[tuple[int, int, int]]) -> AngleStep:
-    """The step with every leaf along the channels given its range, in order; takes them off the list."""
+    """Return the step with every leaf along the channels given its range, in order; used ranges are removed from the list."""
     if found.op == "arange" or (found.op in {"constant", "lookup"} and found.args[-2] is not None):
         return replace(found, args=(*found.args, *ranges.pop(0)))
     return replace(found, args=tuple(with_ranges(arg, ranges) if isinstance(arg, AngleStep) else arg for arg in found.args))

@@ -1,10 +1,9 @@
-"""Angles: the cosine and sine tables of a rotary embedding as functions of the position, and how to make them.
+"""Angles: cosine and sine of a rotary embedding as functions of the position, and how to compute them.
 
-What made the tables of the new tokens is read from the graph (``angle_reader``) as an expression of one integer
-position and the channel. ``tables`` makes it anew for any positions, as graph nodes or at once.
+``angle_reader`` reads from the graph how the cosine and sine of the new tokens are computed, as expressions of an integer position and the
+channel. ``tables`` computes these for any positions, as graph nodes or at once.
 
-The expression holds numbers and indices of constants, no graph nodes: it outlives its graph, and two are equal
-where they compute the same.
+An expression holds numbers and indices of constants, no graph nodes: it outlives its graph, and equal expressions compute the same.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ aten = torch.ops.aten
 
 
 class ComplexPart(enum.Enum):
-    """Which half of a complex number; NONE of a real one."""
+    """The real or the imaginary part of a complex number; NONE for a real number."""
 
     NONE = "none"
     REAL = "real"
@@ -28,7 +27,7 @@ class ComplexPart(enum.Enum):
 
 
 class Spread(enum.Enum):
-    """Which of ``width`` channels reads which of the angles' own channels."""
+    """How the ``width`` rotated channels share the channels of the tables."""
 
     WHOLE = "each its own"
     HALVES = "both halves the same"
@@ -37,14 +36,14 @@ class Spread(enum.Enum):
 
 @dataclass(frozen=True)
 class AngleStep:
-    """One step of the expression: an ATen overload's name over steps and numbers, or one of the leaves below.
+    """One step of an expression: an ATen overload's name over steps and numbers, or one of the leaves below.
 
     ``position``  the token's position, an integer
     ``arange``    (start, end, step, dtype): numbers along the channels
     ``constant``  (constant, index of each other dim, the channels' dim or None, part)
-    ``lookup``    the same with the dim that the position indexes in front
+    ``lookup``    like ``constant``, with the dim that the position indexes in front
     ``cast``      (step, dtype)
-    Leaves along the channels end with (first, count, stride), which of their entries are read.
+    Leaves along the channels end with (first, count, stride): the entries that they read.
     """
 
     op: str
@@ -58,7 +57,7 @@ class AngleStep:
 
 @dataclass(frozen=True)
 class Angles:
-    """The factors of a rotation: cosine and sine of ``width`` channels as functions of the position."""
+    """The angles of a rotation: cosine and sine of ``width`` channels as functions of the position."""
 
     cos: AngleStep
     sin: AngleStep
@@ -70,9 +69,9 @@ Call = Callable[..., Any]
 
 
 def tables(angles: Angles, call: Call, position: Any, constants: Sequence[Any], rows: Sequence[Sequence[int]], device: Any) -> list[Any]:
-    """Cosine and sine [1 or B, T, width] at ``position``, int64 [1 or B, T].
+    """Return [cosine, sine], each [1 or B, T, width], at ``position``, int64 [1 or B, T].
 
-    ``call(op, *args)`` either runs an ATen operator or puts it into a graph; ``rows`` are the shapes of ``constants``.
+    ``call(op, *args)`` either runs an ATen operator or adds it to a graph; ``rows``: the shapes of ``constants``.
     """
     maker = _Maker(call, call(aten.unsqueeze.default, position, -1), constants, rows, device)
     return [maker.spread(maker.make(item), angles.spread) for item in (angles.cos, angles.sin)]
@@ -80,7 +79,7 @@ def tables(angles: Angles, call: Call, position: Any, constants: Sequence[Any], 
 
 @dataclass
 class _Maker:
-    """Makes one expression; every distinct step once."""
+    """A maker computes expressions, every distinct step once."""
 
     call: Call
     position: Any
@@ -90,12 +89,13 @@ class _Maker:
     made: dict[AngleStep, Any] = field(default_factory=dict)
 
     def spread(self, value: Any, spread: Spread) -> Any:
+        """Return a table with its channels spread over all rotated channels."""
         if spread is Spread.HALVES:
             return self.call(aten.cat.default, [value, value], -1)
         return self.call(aten.repeat_interleave.self_int, value, 2, -1) if spread is Spread.PAIRS else value
 
     def make(self, found: Any) -> Any:
-        """The value of a step, [1 or B, T, channels] up to broadcasting."""
+        """Return the value of a step, [1 or B, T, channels] up to broadcasting; a number is its own value."""
         if not isinstance(found, AngleStep):
             return found
         if found not in self.made:
@@ -117,7 +117,7 @@ class _Maker:
         name, _, overload = found.op.partition(".")
         values = [self.make(arg) for arg in found.args]
         if overload in {"Tensor", "Tensor_Tensor"} and isinstance(values[0], (int, float)):
-            # A tensor of one number became that number: the operator takes it in second place.
+            # A tensor of one number was read as that number, which operators take as second operand only.
             if name not in {"mul", "add"}:
                 values[0] = self.call(aten.full.default, [1], values[0], dtype=torch.float32, device=self.device)
             else:
@@ -125,6 +125,7 @@ class _Maker:
         return self.call(getattr(getattr(aten, name), overload), *values)
 
     def _constant(self, found: AngleStep) -> Any:
+        """Return a constant's channels, or those of its rows at the position."""
         args = list(found.args)
         moving = args.pop(0) if found.op == "lookup" else None
         index, fixed, along, part, *span = args
@@ -142,7 +143,7 @@ class _Maker:
             value = self._narrow(value, 1, *span)
         else:
             value = self.call(aten.unsqueeze.default, value, -1)
-        # Room beyond the table is never attended to, but it is computed.
+        # Slots beyond the table's end are computed but never attended to: clamp their positions.
         where = self.call(aten.squeeze.dim, self.call(aten.clamp.default, self.position, 0, self.shapes[index][moving] - 1), -1)
         return self.call(aten.embedding.default, value, where)
 

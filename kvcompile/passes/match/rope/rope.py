@@ -1,18 +1,17 @@
-"""Rotary embeddings: what lies between the projection of keys and their write into the cache.
+"""Rotary embeddings: the rotation of keys between their projection and their write into the cache.
 
-Every element that is written is expanded, at sampled coordinates, into a sum of products. A rotated channel is
-``own * cos + sign * partner * sin``: own and partner are elements of one and the same value before the rotation,
-the partner of a channel's partner is the channel itself, and of the two signs one is minus. Which channels are
-partners, and which of the factors is an angle, is read off; how the graph spells it (cat and neg, slices, stack,
-complex numbers, part of the channels) does not matter.
+Every written element is expanded, at sampled coordinates, into a sum of products. A rotated channel is ``own * cos + sign * partner *
+sin``: own and partner are elements of one value before the rotation, the partner of a channel's partner is the channel itself, and one sign
+of a pair is minus. The samples show which channels are partners and which factors are angles, in every spelling (cat and neg, slices,
+stack, complex numbers, part of the channels).
 
 ::
 
     k     = add(mul(x, cos), mul(cat([neg(slice(x, 3, D / 2)), slice(x, 3, 0, D / 2)], -1), sin))
     cache = index_copy_(cache, 2, pos, k)
     after, for a scheme with pre_rope:
-    append(undo_rope(k, cos_of_place, sin_of_place), planes, ...)
-    attend(..., rope=[cos_of_all_places, sin_of_all_places])
+    append(unrotate(k, cos_of_positions, sin_of_positions), planes, ...)
+    attend(..., rotation=[cos_of_all_positions, sin_of_all_positions])
 """
 
 from __future__ import annotations
@@ -35,7 +34,10 @@ from kvcompile.passes.match.sites import Miss, Slot
 
 @dataclass(frozen=True)
 class KeyRope:
-    """The rotation of a slot's keys: its angles, the graph's constants that these use, whether neighbours are partners."""
+    """The rotation of a slot's keys: its angles and the graph's constants that they use.
+
+    ``interleaved``: neighbouring channels are partners; otherwise channel c and channel c + width / 2 are.
+    """
 
     angles: Angles
     constants: tuple[fx.Node, ...]
@@ -44,7 +46,7 @@ class KeyRope:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A few samples of one value: where they are, and with which sign they arrive."""
+    """Sampled elements of one value, numbered ``rows`` among all samples, with the sign of their contribution."""
 
     node: fx.Node
     coords: Coords
@@ -55,7 +57,7 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Product:
-    """A term of the sum at some samples: its sign and its factors, one factor where nothing is multiplied."""
+    """A term of the sum at some samples: a sign and the factors, a single one where nothing is multiplied."""
 
     rows: np.ndarray
     sign: int
@@ -63,14 +65,14 @@ class _Product:
 
 
 class _Expansion:
-    """Expands samples of a value into sums of products of two."""
+    """An expansion of samples of a value into sums of products of two factors."""
 
     def __init__(self, effects: Effects) -> None:
         self.effects = effects
         self.bases: list[tuple[fx.Node, ComplexPart]] = []
 
     def forward(self, piece: _Piece) -> list[_Piece] | None:
-        """One step upstream through what only moves, negates or casts elements; None where values are made."""
+        """Return the pieces one step upstream of a node that only moves, negates or casts elements; None where values are computed."""
         node, coords, rows, part, sign = piece.node, piece.coords, piece.rows, piece.part, piece.sign
         if self.effects.writes_to(node):
             raise Miss("keys are written in place on their way to the cache", node)
@@ -96,7 +98,7 @@ class _Expansion:
         return None if moved is None else [_Piece(*moved, rows, part, sign)]
 
     def products(self, piece: _Piece) -> Iterator[_Product]:
-        """The terms of a piece."""
+        """Yield the terms of a piece."""
         further = self.forward(piece)
         if further is not None:
             for item in further:
@@ -115,6 +117,7 @@ class _Expansion:
             yield _Product(piece.rows, piece.sign, (piece,))
 
     def _product(self, piece: _Piece) -> Iterator[_Product]:
+        """Yield the terms of a multiplication: one, or two for a part of a complex product."""
         if piece.part is ComplexPart.NONE:
             yield _Product(piece.rows, piece.sign, (self._operand(piece, 0), self._operand(piece, 1)))
             return
@@ -133,7 +136,10 @@ class _Expansion:
         return _Piece(source, broadcast(source, piece.coords), piece.rows, piece.part, sign)
 
     def origin(self, piece: _Piece, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(base, element of it, sign) of every sample, [count] each; base -1 where the piece has none."""
+        """Return (base, element of it, sign) of every sample, [count] each; base is -1 where the piece lacks the sample.
+
+        ``base`` is an index into ``bases``, the values at which pieces end upstream.
+        """
         base = np.full(count, -1)
         element, sign = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
         waiting = [piece]
@@ -154,7 +160,7 @@ class _Expansion:
 
 @dataclass
 class _Factors:
-    """Both terms of every rotated sample: element and sign of the key, and the piece that holds the angle."""
+    """Both terms of every rotated sample: element and sign of the key, int64 [2, samples, width], and the piece of the angle."""
 
     element: np.ndarray
     sign: np.ndarray
@@ -162,7 +168,10 @@ class _Factors:
 
 
 def _samples(slot: Slot) -> tuple[Coords, np.ndarray, int]:
-    """(coordinates in what is written, token of each, samples a channel); channels run fastest, all of them are there."""
+    """Return sampled coordinates in the written values, the token of each sample, and the number of samples of each channel.
+
+    Channels run fastest, and all of them are sampled.
+    """
     tokens = hint(slot.write.count)
     pools = {"B": hint(slot.batch), "K": slot.heads, "S": tokens}
     ends = [sorted({0, min(1, size - 1), size - 1}) for size in pools.values()]
@@ -186,7 +195,7 @@ def _samples(slot: Slot) -> tuple[Coords, np.ndarray, int]:
 
 
 def recognise(slot: Slot, effects: Effects) -> KeyRope:
-    """The rotation of what is written into a slot; raises Miss where there is none that is understood."""
+    """Return the rotation of the keys that are written into a slot; raises Miss where there is none that is understood."""
     if not slot.kind.facts.written:
         raise Miss("its keys come from another graph, and so does their rotation, if they have one", slot.root)
     coords, token, outer = _samples(slot)
@@ -219,7 +228,7 @@ def _nothing(slot: Slot) -> Miss:
 
 
 def _width(pairs: list[list[tuple[_Product, int]]], outer: int, slot: Slot) -> int:
-    """How many channels are rotated: the first ones, of every head and token."""
+    """Return how many channels are rotated; raises Miss unless they are the first ones of every head and token, in pairs."""
     count = np.array([len(found) for found in pairs]).reshape(outer, -1)
     width = int((count[0] > 0).sum())
     if not width:
@@ -230,13 +239,13 @@ def _width(pairs: list[list[tuple[_Product, int]]], outer: int, slot: Slot) -> i
 
 
 def _traced(expansion: _Expansion, pairs: list[list[tuple[_Product, int]]]) -> dict[int, list[tuple[np.ndarray, ...]]]:
-    """The origins of both factors of every term, by the term's identity."""
+    """Return the origins of both factors of every term, by the term's ``id``."""
     terms = {id(term): term for found in pairs for term, _ in found}
     return {key: [expansion.origin(piece, len(pairs)) for piece in term.factors] for key, term in terms.items()}
 
 
 def _common_bases(expansion: _Expansion, pairs: list[list[tuple[_Product, int]]], outer: int, width: int) -> list[int]:
-    """Values that stand in both terms of every rotated sample: the keys, or the angles where one value holds both tables."""
+    """Return the values in both terms of every rotated sample: the keys, or the angles where one value holds both tables."""
     traced = _traced(expansion, pairs)
     common: set[int] | None = None
     for row, found in enumerate(pairs):
@@ -247,7 +256,7 @@ def _common_bases(expansion: _Expansion, pairs: list[list[tuple[_Product, int]]]
 
 
 def _factors(expansion: _Expansion, base: int, pairs: list[list[tuple[_Product, int]]], outer: int, width: int) -> _Factors:
-    """Element and sign of the keys and the angle of both terms, where ``base`` is the value before the rotation."""
+    """Return the elements and signs of the keys and the angles in both terms, where ``base`` is the value before the rotation."""
     traced = _traced(expansion, pairs)
     element = np.zeros((2, outer * width), dtype=np.int64)
     sign = np.zeros_like(element)
@@ -265,6 +274,7 @@ def _factors(expansion: _Expansion, base: int, pairs: list[list[tuple[_Product, 
 
 
 def _rotation(factors: _Factors, token: np.ndarray, outer: int, width: int, slot: Slot, effects: Effects) -> KeyRope:
+    """Return the rotation that these factors are; raises Miss where channels are paired in another way."""
     for interleaved in (False, True):
         for direction in (1, -1):
             first = _cosines(factors, width, interleaved, direction)
@@ -285,11 +295,11 @@ def _rotation(factors: _Factors, token: np.ndarray, outer: int, width: int, slot
 
 
 def _cosines(factors: _Factors, width: int, interleaved: bool, direction: int) -> np.ndarray | None:
-    """Which of the two terms holds the cosine, [outer, width]; None where this is not how channels are paired."""
+    """Return which of the two terms holds the cosine, [samples, width]; None where channels are not paired in this way."""
     channel, half = np.arange(width), width // 2
     partner = channel ^ 1 if interleaved else (channel + half) % width
     lower = channel % 2 == 0 if interleaved else channel < half
-    # Of one channel of a pair the sine has a minus, which tells the two terms apart; of the other the elements do.
+    # In one channel of a pair a minus marks the sine's term; in the other the elements tell the terms apart.
     telling = lower if direction > 0 else ~lower
     element, sign = factors.element, factors.sign
     if (sign[:, :, telling].sum(0) != 0).any() or (sign[:, :, ~telling] != 1).any():
@@ -307,7 +317,10 @@ def _cosines(factors: _Factors, width: int, interleaved: bool, direction: int) -
 
 
 def _angle(reader: Reader, factors: _Factors, which: np.ndarray, outer: int, width: int) -> tuple[AngleStep, list[np.ndarray]]:
-    """The angle of one of the terms, the same function of every head, row and token, and its leaves' channels [width]."""
+    """Return the angle in one term of every sample as a function of the position, and its leaves' entries, [width] each.
+
+    ``which``: the term, [samples, width]. Raises Miss where heads, rows or tokens have different functions.
+    """
     chosen = [factors.angle[place][row] for row, place in enumerate(which.reshape(-1))]
     groups: dict[tuple[fx.Node, ComplexPart], list[int]] = {}
     for row, piece in enumerate(chosen):
