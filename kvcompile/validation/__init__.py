@@ -1,9 +1,9 @@
-"""Validation: every rewrite is checked as a translation when it is compiled.
+"""Validation: compare every rewrite with the program that it replaces, when it is compiled.
 
-Sites that share caches are cut out of the captured graph with what lies between their queries, new tokens, caches, positions, masks and
-their outputs (``subgraph``), brought to the CPU in float64 (``cpu_program``), and run beside their rewritten twin over random tokens
-(``equivalence``). What is not equal is refused, and so is what could not be tried, unless the caller asks otherwise. Equal sites are
-tried once.
+Sites that share caches are cut out of the captured graph, with all nodes between their inputs (queries, new tokens, caches, positions,
+masks) and their outputs (``subgraph``). They are brought to the CPU in float64 (``cpu_program``), and compared with their rewritten twin
+over random tokens (``equivalence``). Sites that differ are refused, and so are sites that could not be tried, unless the caller asks
+otherwise. Sites that are equal programs are tried once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["Outcome", "Verdict", "verdicts"]
 
 @contextlib.contextmanager
 def _undisturbed(captured: Captured) -> Iterator[None]:
-    """Plain eager execution on the CPU: no modes, no gradients, no casts, no guards for the caller's graph."""
+    """Run the body in plain eager mode on the CPU: no modes, gradients or casts, and no guards for the caller's graph."""
     with (
         no_modes(), torch.inference_mode(False), torch.no_grad(),
         torch.autocast("cpu", enabled=False), DisableTorchFunction(), unguarded(captured.fake_mode),
@@ -41,7 +41,7 @@ def _undisturbed(captured: Captured) -> Iterator[None]:
 
 
 def _tried(whole: Outline, number: Number, examples: Sequence[Any]) -> Verdict | None:
-    """Try a program in float64, or in float32 where it does not run so; None where it is large. Raises NotApart."""
+    """Return the verdict on a program in float64, or in float32 if float64 leads to none; None if it is large. Raises NotApart."""
     for dtype in (torch.float64, torch.float32):
         try:
             part = plain(cut(whole, number), dtype, number)
@@ -58,8 +58,8 @@ def _tried(whole: Outline, number: Number, examples: Sequence[Any]) -> Verdict |
 
 
 def _verdict(whole: Outline, examples: Sequence[Any]) -> Verdict:
-    """Try a program with arguments of our own, or else with those of the first step: that one step is then all that is known."""
-    # The places that a table gives are the caller's to choose: those of the first step are right ones.
+    """Return the verdict on a program with arguments that are made here, or else with those of the first step."""
+    # The caller chooses the slots in a block table: those of the first step are valid.
     pooled = any(slot.block_table is not None for site in whole.sites for slot in site.slots)
     once = _first_step(whole, examples) if pooled else None
     if once is not None and (once.outcome is Outcome.DIFFERENT or (once.outcome is Outcome.EQUAL and not _moves(whole))):
@@ -79,13 +79,13 @@ def _verdict(whole: Outline, examples: Sequence[Any]) -> Verdict:
 
 
 def _constant_limit(whole: Outline) -> int:
-    """Return the largest number of tokens that a program's attentions see whatever its sizes are; 0 where sizes say how many."""
+    """Return the largest constant number of tokens that the program's attentions see; 0 where sizes determine how many."""
     limits = (site.bounds.hi for site in whole.sites)
     return max((limit.offset for limit in limits if limit.kind is LimitKind.CONST and limit.amount is None), default=0)
 
 
 def _moves(whole: Outline) -> bool:
-    """Whether sizes of a program may be others than in its first step: that one alone then says too little."""
+    """Return whether other calls may have other sizes than the first step, so that it proves too little."""
     part = plain(cut(whole), torch.float32)
     covered = Coverage(part)
     covered.add(hints(part))
@@ -93,7 +93,7 @@ def _moves(whole: Outline) -> bool:
 
 
 def _first_step(whole: Outline, examples: Sequence[Any]) -> Verdict | None:
-    """Compare the first step of a program; None where it is large or does not run by itself."""
+    """Return the verdict on the first step of a program; None where it is large or does not run by itself."""
     try:
         part = plain(cut(whole), torch.float32)
     except NotApart:
@@ -102,13 +102,13 @@ def _first_step(whole: Outline, examples: Sequence[Any]) -> Verdict | None:
 
 
 def _apart(whole: Outline, examples: Sequence[Any]) -> Verdict:
-    """Try a program as it is, or made smaller where it is large: then one way that shows both equal is enough."""
+    """Return the verdict on a program or, where it is large, on smaller versions of it: one that is equal is enough."""
     part = cut(whole)
     verdict = Verdict(Outcome.UNKNOWN, "its sizes are too large to try, and a smaller program could not be made of it")
     try:
         small = elements(part, captured_values(part)) <= MOST
     except NotApart as reason:
-        # Guards may hold a size near a large number, which becomes a small one.
+        # Guards may tie a size to a large number, which a reduction makes small.
         small, verdict = False, Verdict(Outcome.UNKNOWN, str(reason))
     if small and (whole_size := _tried(whole, same, examples)):
         return whole_size
@@ -128,7 +128,10 @@ def _apart(whole: Outline, examples: Sequence[Any]) -> Verdict:
 def verdicts(
     captured: Captured, effects: Effects, sites: Sequence[Site], examples: Sequence[Any], known: dict[str, Verdict]
 ) -> list[tuple[tuple[Site, ...], Verdict]]:
-    """Return sites in groups that share caches, each with its verdict; ``known`` holds verdicts by fingerprint and is added to."""
+    """Return the sites in groups that share caches, each with its verdict.
+
+    ``known``: verdicts by fingerprint, which are looked up and added to.
+    """
     found = []
     for group in clusters(sites):
         try:

@@ -1,8 +1,8 @@
-"""Arguments: random operands for a cut program, with positions and masks that are those of a cache in use.
+"""Arguments: random operands for a cut program, with positions and masks that a cache in use could have.
 
-Queries, new tokens and caches are random. Integers, booleans and additive masks that positions or masks depend on must say something
-possible: several readings of each (positions of the new tokens, a count of tokens, who is padding) are tried until the program writes
-its tokens at the wanted place and shows every query its own token and nothing behind the last one.
+Queries, new tokens and caches are random. Arguments that positions or masks are computed from must be possible ones: several readings of
+each (positions of the new tokens, a count of tokens, flags of padding) are tried until the program writes its tokens at the wanted
+positions, and its masks show every query some token and not all slots after the last one.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from kvcompile.validation.sizes import Values, hints, past, read
 from kvcompile.validation.subgraph import NotApart, Subgraph
 
 COMBINATIONS = 400
-"""Readings of a program's arguments that are tried."""
+"""The most combinations of readings that are tried."""
 QUERIES = 3.0
-"""The spread of queries."""
+"""The spread of random queries."""
 HOSTILE = 1e4
-"""What queries are multiplied by in a hostile moment: scores go far beyond -1e4, which some models mask with."""
+"""The factor of queries in a hostile call: their scores go far beyond -1e4, with which some models mask."""
 MOVES = (-2e4, 0.0, 1e6)
-"""Numbers of which one is added to every row of an added mask in a hostile moment: a softmax does not see it."""
+"""Numbers to add to rows of an added mask in a hostile call, one to each; they do not change a softmax."""
 COUNTS = (1, 2, 3, -1)
-"""Integers that stand for 1 in an integer mask of a hostile moment."""
+"""Integers that replace 1 in an integer mask of a hostile call."""
 AHEAD = 2
-"""Places by which a limit of what is seen goes further in a moment that shows what was not written yet."""
+"""How many slots further a limit of visible positions goes in a call that shows slots not written yet."""
 
 
 def taken_from(node: fx.Node) -> fx.Node:
-    """The value that a number of the graph is taken out of, or a copy of."""
+    """Return the value that a number of the graph is taken out of or copied from."""
     while op_name(node) in NUMBERS | COPIES and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
@@ -53,12 +53,12 @@ def taken_from(node: fx.Node) -> fx.Node:
 
 @dataclass(frozen=True)
 class Moment:
-    """One call: the program's sizes, the position of its first token, how many tokens of each row are padding at most.
+    """One call: the program's sizes, the position of its first token, and the most tokens of a row that are padding.
 
-    ``blind``: the last row's padding reaches into the new tokens, so that their queries see nothing; elsewhere every query sees some token.
-    ``infinite``: masks that are added hide by -inf rather than by the least finite number. ``ahead``: masks show some places that nobody
-    wrote yet. ``hostile``: numbers of which random ones give no idea: large scores, masks of integers other than 0 and 1, any pattern of
-    booleans, added masks far from zero.
+    ``blind``: the last row's padding reaches into the new tokens, whose queries then see nothing; otherwise every query sees a token.
+    ``infinite``: added masks hide by -inf rather than by the lowest finite number. ``ahead``: masks show some slots that are not written
+    yet. ``hostile``: numbers unlike random ones: large scores, masks of integers other than 0 and 1, any pattern of booleans, added masks
+    far from zero.
     """
 
     values: Values
@@ -70,7 +70,7 @@ class Moment:
     hostile: bool = False
 
     def padding(self, rows: int) -> torch.Tensor:
-        """How many tokens on the left of each row are hidden, int64 [rows]."""
+        """Return how many tokens on the left of each row are hidden, int64 [rows]."""
         if self.blind:
             return torch.arange(1, rows + 1, device="cpu") * self.padded // rows
         return torch.arange(rows, device="cpu") % ((self.padded if self.start > self.padded else 0) + 1)
@@ -78,19 +78,19 @@ class Moment:
 
 @dataclass
 class Arguments:
-    """Makes arguments for the calls of one program; ``examples`` are the captured graph's arguments, where they are known."""
+    """A maker of arguments for the calls of one program; ``examples``: the captured graph's arguments, where they are known."""
 
     part: Subgraph
     examples: Sequence[Any]
     random: torch.Generator
     first_reading: dict[int, int] = field(default_factory=dict)
-    """Which reading of an argument was right in the first call."""
+    """For an argument's index, the reading of it that was right in an earlier call."""
 
     def __post_init__(self) -> None:
         sites, effects = self.part.sites, self.part.effects
         captured = self.part.captured
         written = [slot.write.position for site in sites for slot in site.slots if slot.kind.facts.written and slot.sliding is None]
-        # Places that a table gives are in no order.
+        # The slots in a block table are in no order.
         self.pooled = any(slot.block_table is not None for site in sites for slot in site.slots)
         written = [] if self.pooled else written
         self.indices = tuple(dict.fromkeys(where.index for where in written if where.index is not None))
@@ -109,16 +109,16 @@ class Arguments:
         writing = {node for node in self.indices if node in flow}
         writing = writing.union(*(nx.ancestors(flow, node) for node in writing)) if writing else set()
         inputs = {entry.node for entry in captured.inputs if isinstance(value_of(entry.node), torch.Tensor)}
-        # Positions that limit what is seen and say nothing of where tokens go.
+        # Arguments from which limits of visible positions are computed, and no positions of writes.
         self.limiting = (self.places & inputs) - writing
-        # Masks that are more than arithmetic of positions: what they hide is up to the arguments.
+        # Masks that depend on arguments other than positions, which decide the tokens that they hide.
         self.free = {term for term in self.terms if (nx.ancestors(flow, term.node) | {term.node}) & inputs - self.places}
-        # Index tensors that choose the places that are read, each with how many it chooses from.
+        # Index tensors of gathers, each with the size of the dim that it indexes.
         gathers = [slot.block_table.places.picked for site in sites for slot in site.slots if slot.block_table is not None]
         self.tables = {held(picked.node): picked.size for found in gathers for picked in found}
         self.caches = {slot.placeholder for site in sites for slot in site.slots if slot.placeholder is not None}
         nodes = (*self.indices, *(term.node for term in self.terms))
-        # Nothing but mask arguments may hide what was not written yet.
+        # With no upper limit, only mask arguments can hide slots that are not written yet.
         self.open = any(site.bounds.hi.kind is LimitKind.ALL for site in sites)
         self.checks = extract(captured, nodes, effects) if nodes else None
         beside = {site.attention.beside.q for site in sites if site.attention.beside is not None}
@@ -129,7 +129,7 @@ class Arguments:
         }
 
     def counts_on(self, entry: Input) -> bool:
-        """Whether an integer argument held the positions of the new tokens, behind those of a growing cache, when it was compiled."""
+        """Return whether an integer argument held, in the compiled call, the positions that follow a growing cache's tokens."""
         grown = [slot for site in self.part.sites for slot in site.slots if slot.kind.facts.extended]
         fake = self.part.captured.fakes[entry.index]
         if not grown or not isinstance(fake, torch.Tensor) or fake.dtype not in {torch.int32, torch.int64}:
@@ -145,21 +145,21 @@ class Arguments:
     # --- sizes of a call --------------------------------------------------------------------------
 
     def tokens(self, moment: Moment) -> int:
-        """New tokens of a call."""
+        """Return the number of new tokens of a call."""
         counts = [slot.write.count for site in self.part.sites for slot in site.slots if slot.kind.facts.written]
         return read(counts[0] if counts else self.part.sites[0].tokens, moment.values)
 
     def keys(self, moment: Moment) -> int:
-        """Tokens that attention reads."""
+        """Return the number of tokens that attention reads in a call."""
         attention = self.part.sites[0].attention
         return read(value_of(attention.k).shape[attention.k_roles.index("T")], moment.values)
 
     def shape(self, fake: torch.Tensor, moment: Moment) -> tuple[int, ...]:
-        """The shape of an argument in a call."""
+        """Return the shape of an argument in a call."""
         return tuple(read(size, moment.values) for size in fake.shape)
 
     def normal(self, shape: Sequence[int], dtype: torch.dtype, spread: float = 1.0) -> torch.Tensor:
-        """Random numbers; integers and booleans among them are small."""
+        """Return normal random numbers of this spread; zeros and ones for integers and booleans."""
         if dtype.is_floating_point:
             return (torch.randn(tuple(shape), generator=self.random, device="cpu") * spread).to(dtype)
         return torch.randint(0, 2, tuple(shape), generator=self.random, device="cpu").to(dtype)
@@ -167,7 +167,7 @@ class Arguments:
     # --- one call ---------------------------------------------------------------------------------
 
     def make(self, moment: Moment, kept: dict[int, torch.Tensor]) -> list[Any]:
-        """Return the arguments of a call; ``kept``: caches and counters that stay from call to call. Raises NotApart."""
+        """Return the arguments of a call; ``kept``: caches and counters, by index, that stay from call to call. Raises NotApart."""
         made: list[Any] = []
         choices: dict[int, list[Any]] = {}
         for entry, fake in zip(self.part.captured.inputs, self.part.captured.fakes, strict=True):
@@ -201,9 +201,12 @@ class Arguments:
         raise NotApart("no values of its positions and masks were found with which it writes its tokens in order")
 
     def chosen(self, made: list[Any], order: list[int], ways: list[list[torch.Tensor]], moment: Moment) -> bool:
-        """Whether some choice among readings makes a possible call; it is then in ``made``, and is tried first in the next one."""
+        """Return whether some combination of readings makes a possible call.
+
+        ``made`` then holds it, and the next call tries it first.
+        """
         every = list(itertools.islice(itertools.product(*(range(len(options)) for options in ways)), COMBINATIONS))
-        # A mask that hides everything from some query whatever it is given is tried as it is.
+        # A mask may hide all tokens from some query for any argument: then try without the check of masks.
         for way, strict in [*((way, True) for way in every), *((way, False) for way in every if self.free)]:
             for index, options, number in zip(order, ways, way, strict=True):
                 made[index] = options[number]
@@ -215,7 +218,10 @@ class Arguments:
         return False
 
     def solved(self, made: list[Any], order: list[int], moment: Moment) -> bool:
-        """Whether an argument that positions are computed from could be solved for: it is then in ``made``, the others as they were."""
+        """Return whether an argument that positions are computed from could be solved for.
+
+        ``made`` then holds it, and all other arguments as they were.
+        """
         count = self.tokens(moment)
         wanted = torch.arange(moment.start, moment.start + count, device="cpu")
 
@@ -236,9 +242,9 @@ class Arguments:
         return False
 
     def hostile(self, made: list[Any], masks: Sequence[int], moment: Moment) -> list[Any]:
-        """Return arguments with ``masks`` among them, by index, changed as far as the program still writes its tokens where it should.
+        """Return the arguments with unusual values in ``masks`` (indices of arguments), as far as the call stays possible.
 
-        The new tokens of a row are as visible as they were, so no query loses all that it sees.
+        The new tokens of a row stay as visible as they were, so no query loses all tokens that it sees.
         """
         strict = self.possible(made, moment, True)
         for index in masks:
@@ -251,7 +257,7 @@ class Arguments:
         return made
 
     def changed(self, mask: torch.Tensor, moment: Moment) -> torch.Tensor:
-        """Return a mask argument [..., T] with values that are as possible as its own."""
+        """Return a mask argument [..., T] with unusual values that are as possible as its own."""
         old = torch.arange(mask.shape[-1], device="cpu") < moment.start
         if mask.dtype is torch.bool:
             return mask & ~(old & (torch.rand(mask.shape, generator=self.random, device="cpu") < 0.5))
@@ -261,11 +267,11 @@ class Arguments:
         return torch.where(mask > torch.finfo(mask.dtype).min, moved, mask)
 
     def among(self, values: Sequence[float], shape: Sequence[int]) -> torch.Tensor:
-        """Return a random one of ``values`` for every place."""
+        """Return a tensor of ``shape`` whose elements are random ones of ``values``."""
         return torch.tensor(values, device="cpu")[torch.randint(0, len(values), tuple(shape), generator=self.random, device="cpu")]
 
     def plain(self, fake: torch.Tensor, index: int, moment: Moment) -> torch.Tensor:
-        """An operand that neither positions nor masks depend on."""
+        """Return an argument that neither positions nor masks are computed from."""
         shape = self.shape(fake, moment)
         node = self.part.captured.inputs[index].node
         if node in self.tables:
@@ -277,20 +283,20 @@ class Arguments:
         if index in self.part.given:
             spread = (QUERIES * HOSTILE if moment.hostile else QUERIES) if node in self.queries else 1.0
             return self.normal(shape, fake.dtype, spread)
-        # A weight: sums over its last dim keep their size.
+        # A weight, scaled so that sums over its last dim are of order one.
         return self.normal(shape, fake.dtype, max(shape[-1], 1) ** -0.5 if len(shape) > 1 else 1.0)
 
     def factor(self, shape: tuple[int, ...], dtype: torch.dtype, usual: float) -> torch.Tensor:
-        """A factor of the scores, of either sign and another one in each call, about as large as the ``usual`` one.
+        """Return a random factor of the scores, of either sign, about as large as the ``usual`` one and another one in each call.
 
-        With larger ones a softmax shows one token alone, and hides what is wrong with the others.
+        With a larger one a softmax shows one token alone, and hides errors in all others.
         """
         drawn = torch.rand(shape, generator=self.random, device="cpu") + 0.5
         sign = 1.0 if float(torch.rand((), generator=self.random, device="cpu")) < 0.5 else -1.0
         return (drawn * sign * usual).to(dtype)
 
     def example(self, index: int, shape: tuple[int, ...]) -> torch.Tensor | None:
-        """The value that an argument was compiled with, where its size is that of this call."""
+        """Return the value that an argument was compiled with; None where it is not known, or has another shape in this call."""
         if index not in self.part.sources:
             return None
         value = self.examples[self.part.sources[index]] if self.part.sources[index] < len(self.examples) else None
@@ -299,7 +305,7 @@ class Arguments:
         return value.detach().to("cpu", copy=True)  # type: ignore[union-attr]
 
     def table(self, dtype: torch.dtype, index: int, shape: tuple[int, ...], count: int) -> torch.Tensor:
-        """The table that a program was compiled with, or another one of ``count`` places, in no order, where that lies outside of them."""
+        """Return the table that a program was compiled with, or a random one of ``count`` slots where it does not fit these."""
         example = self.example(index, shape)
         if example is not None and bool(((example >= -count) & (example < count)).all()):
             return example
@@ -307,7 +313,7 @@ class Arguments:
         return places[torch.arange(math.prod(shape), device="cpu") % count].view(shape).to(dtype)
 
     def readings(self, fake: torch.Tensor, index: int, moment: Moment) -> list[torch.Tensor]:
-        """Return the values that an argument behind positions or masks may have in a call, the likeliest first."""
+        """Return the values that an argument for positions or masks may have in a call, the likeliest first."""
         shape, count, keys = self.shape(fake, moment), self.tokens(moment), self.keys(moment)
         start, dtype = moment.start, fake.dtype
         if not shape:
@@ -322,7 +328,7 @@ class Arguments:
                     found += [unpadded, shown, ~unpadded, ~shown]
                 else:
                     lowest = torch.finfo(dtype).min
-                    # What is shown is biased: a mask argument may be both.
+                    # Visible tokens get a random bias, since an argument may be a mask and a bias at once.
                     bias = self.normal(shape, dtype)
                     found += [] if self.open or moment.blind else [bias]
                     found += [torch.where(shown, bias, low) for low in ((lowest, -math.inf) if not moment.infinite else (-math.inf,))]
@@ -334,7 +340,7 @@ class Arguments:
         if self.pooled and len(shape) == 2 and shape[-1] != count:
             found.append(torch.randperm(shape[0] * shape[1], generator=self.random, device="cpu").view(shape))
         if self.part.captured.inputs[index].node not in self.places:
-            # Ones where a token counts.
+            # 1 for a token that counts.
             found += [self.unpadded(shape, moment), self.shown(shape, moment)]
         if shape[-1] == count:
             found.append((torch.arange(count, device="cpu") + start).expand(shape))
@@ -347,7 +353,7 @@ class Arguments:
         if shape[-1] == keys:
             found.append(torch.arange(keys, device="cpu").expand(shape))
         if shape[-1] > count and self.part.captured.inputs[index].node in self.places:
-            # Of which a call takes the first ones: a counter with a number for every token.
+            # A counter with a number for every token, of which a call takes the first ones.
             found.append((torch.arange(shape[-1], device="cpu") + start).expand(shape))
         if (example := self.example(index, shape)) is not None:
             found.insert(0 if index not in self.first_reading and not found else len(found), example)
@@ -355,7 +361,10 @@ class Arguments:
         return [value.to(dtype).clone() for value in found]
 
     def shown(self, shape: tuple[int, ...], moment: Moment) -> torch.Tensor:
-        """bool of ``shape`` [..., T]: hides padding on the left and what is not written yet; causal where there is a dim of queries."""
+        """Return a mask, bool of ``shape`` [..., T], that hides padding on the left and slots not written yet.
+
+        It is causal where there is a dim of queries.
+        """
         count, keys, start = self.tokens(moment), shape[-1], moment.start
         t = torch.arange(keys, device="cpu")
         seen = (t < start + count).expand(shape).clone()
@@ -368,14 +377,14 @@ class Arguments:
         return seen
 
     def unpadded(self, shape: tuple[int, ...], moment: Moment) -> torch.Tensor:
-        """bool of ``shape`` [..., T]: hides padding on the left and nothing else, as masks do that positions are compared beside."""
+        """Return a mask, bool of ``shape`` [..., T], that hides padding on the left alone: positions then hide unwritten slots."""
         seen = torch.ones(shape, dtype=torch.bool, device="cpu")
         if len(shape) >= 2 and (shape[0] > 1 or moment.blind):
             seen &= torch.arange(shape[-1], device="cpu") >= moment.padding(shape[0]).view(-1, *[1] * (len(shape) - 1))
         return seen
 
     def possible(self, made: list[Any], moment: Moment, strict: bool) -> bool:
-        """Whether the program writes its tokens in order from the wanted place and, ``strict``, its masks show what they should."""
+        """Return whether the program writes its tokens in order from the wanted position and, ``strict``, its masks pass ``hides``."""
         for offset in self.offsets:
             value = offset if isinstance(offset, int) else read(value_of(offset), moment.values)
             if value != moment.start:
@@ -395,7 +404,7 @@ class Arguments:
         )
 
     def evaluated(self, made: list[Any]) -> Sequence[torch.Tensor] | None:
-        """The positions and masks that the program computes of its arguments; None where it computes none, or cannot."""
+        """Return the positions and masks that the program computes from its arguments; None where it has none, or fails."""
         if self.checks is None:
             return None
         module, taken, _ = self.checks
@@ -404,13 +413,13 @@ class Arguments:
                 *[item.clone() if isinstance(item, torch.Tensor) else item for item in (made[index] for index in taken)]
             )
         except (RuntimeError, IndexError, ValueError):
-            # Positions outside of a table, say.
+            # A position outside of a table, say.
             return None
         return found
 
     @staticmethod
     def in_order(value: torch.Tensor, wanted: torch.Tensor) -> bool:
-        """Whether positions are the wanted ones in every row."""
+        """Return whether positions are the wanted ones in every row."""
         flat = value.reshape(-1).to(torch.int64)
         if flat.numel() == 0 or flat.numel() % wanted.numel():
             return False
@@ -419,10 +428,10 @@ class Arguments:
         return torch.equal(flat.view(wanted.numel(), -1), wanted[:, None].expand(-1, flat.numel() // wanted.numel()))
 
     def hides(self, term: MaskTerm, value: torch.Tensor, moment: Moment) -> bool:
-        """Whether a mask shows every query some token, and not all behind the last one that is written where nothing else hides them."""
+        """Return whether a mask shows every query some token, and hides a slot after the last token where no limit does."""
         seen = shown_by(term, value).movedim(term.roles.index("T"), -1)
         last = moment.start + self.tokens(moment)
-        # Where only some of what is not written yet is seen, positions decide what is: that is the program's own doing.
+        # If only some slots not written yet are visible, positions decide which: the program itself shows them.
         behind = seen[..., last:]
         some = moment.blind or bool(seen[..., :last].any(-1).all())
         return some and (moment.ahead or not (self.open and behind.numel() and bool(behind.all(-1).any())))

@@ -1,8 +1,9 @@
-"""A cut program on the CPU, in float64 or float32, with fake values that say so.
+"""CPU programs: a cut program on the CPU in float64 or float32, with fake values to match.
 
-A rewrite is compared in a wide dtype where the model rounds to nothing coarser than its queries, caches and results have anyway: then
-every difference is one of meaning. A cast to something coarser (float8, an int, bfloat16 in a float32 model), or to what ends earlier
-(float16 in a bfloat16 model), is meaning and stays. The lowest number of a dtype, by which models mask, becomes that of the wide one.
+A rewrite is compared in a wide dtype, where differences come from its meaning and not from rounding. The dtypes of queries, new tokens,
+caches and results become the wide one, and so do all finer ones. A cast to a coarser dtype (float8, an int, bfloat16 in a float32 model),
+or to one of smaller range (float16 in a bfloat16 model), is part of the meaning and stays. The lowest number of a dtype, with which models
+mask, becomes that of the wide dtype.
 """
 
 from __future__ import annotations
@@ -30,11 +31,14 @@ EMPTY = {
     torch.ops.aten.empty.memory_format: torch.ops.aten.zeros.default, torch.ops.aten.new_empty.default: torch.ops.aten.new_zeros.default,
     torch.ops.aten.empty_like.default: torch.ops.aten.zeros_like.default,
 }
-"""What makes a tensor of any values, and what makes it of those that a store has where nothing was written."""
+"""Operators that make uninitialised tensors, each with one that makes zeros instead: a store has zeros where nothing was written."""
 
 
 def _lifted(part: Subgraph) -> set[torch.dtype]:
-    """The dtypes that become the wide one: no coarser than the coarsest of queries, new tokens, caches and results, and as far."""
+    """Return the dtypes that become the wide one.
+
+    They are those of queries, new tokens, caches and results, and every dtype that is no coarser and has at least the range.
+    """
     nodes = {node for site in part.sites for node in (site.attention.q, site.attention.output)}
     nodes |= {node for site in part.sites for slot in site.slots for node in (slot.root, slot.write.values)}
     found = [value_of(node).dtype for node in nodes if isinstance(value_of(node), torch.Tensor)]
@@ -43,7 +47,7 @@ def _lifted(part: Subgraph) -> set[torch.dtype]:
 
 
 def _wide(held: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A constant in another dtype, with the ends of that dtype where it had those of its own."""
+    """Return a constant in another dtype; the largest numbers of its own dtype become those of the other."""
     if held.dtype == dtype or not held.dtype.is_floating_point:
         return held.to(dtype)
     ends = held.abs() == torch.finfo(held.dtype).max
@@ -58,16 +62,17 @@ def unguarded(mode: Any) -> Iterator[None]:
 
 
 def _narrowed(held: torch.Tensor, number: Number) -> torch.Tensor:
-    """A constant with the first places of each dim that becomes smaller."""
+    """Return a constant cut to the first entries of every dim that ``number`` makes smaller."""
     for dim, size in enumerate(held.shape):
         held = held.narrow(dim, 0, number(size))
     return held
 
 
 class _Propagate(fx.Interpreter):
-    """Runs a program over fake tensors and writes down what each node gives; ``narrow``: nodes that made a dtype of their own.
+    """An interpreter that runs a program over fake tensors in a wide dtype, and stores the value of each node in its ``meta``.
 
-    Other nodes get the largest number of the wide dtype where they had that of their own.
+    ``narrow``: the nodes that chose a lifted dtype themselves, with their value. For other nodes, the wide dtype's largest number replaces
+    their own dtype's among the arguments.
     """
 
     def __init__(self, module: fx.GraphModule, lifted: set[torch.dtype], dtype: torch.dtype) -> None:
@@ -77,8 +82,8 @@ class _Propagate(fx.Interpreter):
         self.ends = {node: _end(node) for node in module.graph.nodes if node.op == "call_function"}
 
     def run_node(self, n: fx.Node) -> Any:
-        """The value of one node, wide."""
-        # A float that is taken out of an argument is what it was: a fake tensor made anew does not say it.
+        """Return the value of one node, in the wide dtype."""
+        # Keep a float that is taken out of an argument: a new fake tensor would give another symbol for it.
         given = value_of(n) if op_name(n) in NUMBERS and isinstance(value_of(n), torch.SymFloat) else None
         value = super().run_node(n) if given is None else given
         if n.op == "call_function" and isinstance(value, torch.Tensor) and value.dtype in self.lifted:
@@ -96,15 +101,15 @@ class _Propagate(fx.Interpreter):
 
 
 def _end(node: fx.Node) -> float | None:
-    """The largest number of the dtype that a node computes in, None where it is no floating point one."""
+    """Return the largest number of the dtype in which a node computes; None for a dtype that is not floating point."""
     values = [value_of(item) for item in (node, *node.all_input_nodes) if is_tensor(item)]
-    # A comparison has its numbers in the dtype of what is compared.
+    # A comparison computes in the dtype of its operands, not of its result.
     dtype = next((value.dtype for value in values if value.dtype is not torch.bool), None)
     return torch.finfo(dtype).max if dtype is not None and dtype in FLOATS else None
 
 
 def _widen(graph: fx.Graph, node: fx.Node, value: torch.Tensor, dtype: torch.dtype) -> None:
-    """Make a node give ``dtype`` that chooses torch's default by itself, as a mask made of two numbers does; it stays the node it is."""
+    """Turn a node that chooses torch's default dtype into a cast to ``dtype`` of a new node that does its work; its users stay."""
     with graph.inserting_before(node):
         made = graph.call_function(node.target, node.args, dict(node.kwargs))  # type: ignore[arg-type]
     made.meta["val"] = value
@@ -112,7 +117,7 @@ def _widen(graph: fx.Graph, node: fx.Node, value: torch.Tensor, dtype: torch.dty
 
 
 def plain(part: Subgraph, dtype: torch.dtype, number: Number = same) -> Subgraph:
-    """Return the program on the CPU in ``dtype``; ``number`` says what each int of the program becomes. Changes the nodes in place.
+    """Return the program on the CPU in ``dtype``, with every int of it mapped by ``number``; changes the nodes in place.
 
     Raises NotApart where the program does not run so.
     """
@@ -125,7 +130,7 @@ def plain(part: Subgraph, dtype: torch.dtype, number: Number = same) -> Subgraph
             return CPU
         if isinstance(item, (list, tuple)):
             return type(item)(changed(entry) for entry in item)
-        # A symbol that guards made a number is one.
+        # A symbol that guards fixed is a number.
         item = shapes.plain(item)
         return number(item) if type(item) is int else item
 
@@ -135,7 +140,7 @@ def plain(part: Subgraph, dtype: torch.dtype, number: Number = same) -> Subgraph
         if node.op == "get_attr":
             held = getattr(module, str(node.target))
             if isinstance(held, torch.Tensor):
-                # The graph may hold a constant more than once: the cut program gets one of its own.
+                # The captured module shares this constant, so the cut program gets one of its own.
                 setattr(module, str(node.target), _wide(_narrowed(held.detach(), number).to(CPU), changed(held.dtype)))
         elif node.op == "call_function":
             node.args = tuple(changed(item) for item in node.args)

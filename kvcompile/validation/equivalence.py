@@ -1,7 +1,7 @@
-"""Equivalence: a cut program and its rewritten twin run side by side over random tokens, and what they give is compared.
+"""Equivalence: a cut program and its rewritten twin, run over the same random tokens and compared.
 
-The twin stores tokens as they are (the scheme "dense"), in the very stores and by the very runtime that a user's call goes through:
-adoption of filled caches, the choice of a variant, growth. So whatever differs is the rewrite's.
+The twin stores tokens in full precision (the scheme "dense"), in the stores and through the runtime that a user's call goes through:
+adoption of filled caches, the choice of a variant, growth. So the rewrite is the cause of every difference.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ log = logging.getLogger(__name__)
 
 SEED = 20
 ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-4}
-"""The largest difference that rounding may make, relative to the largest result; in float32 20 times what was seen over all idioms."""
+"""The largest error relative to the largest result that passes as rounding; in float32, 20 times the largest seen over all idioms."""
 HOSTILE_ALLOWED = 1e-6
-"""The same in float64 for scores that are 1e4 times larger: each is rounded by up to 1e7 * 2^-53, a relative error of its weight."""
+"""Error that is allowed in addition for scores 1e4 times larger: each is rounded by up to 1e7 * 2^-53, and so is its weight."""
 
 
 class Outcome(enum.Enum):
@@ -54,9 +54,9 @@ class Outcome(enum.Enum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome, and where it is not EQUAL the reason as a sentence.
+    """The outcome of a trial, with the reason as a sentence unless it is EQUAL.
 
-    ``differs_on_padding``: queries that see no token give something else, though everything else is equal.
+    ``differs_on_padding``: the results of queries that see no token differ, though all others are equal.
     """
 
     outcome: Outcome
@@ -65,24 +65,24 @@ class Verdict:
 
 
 class _Session:
-    """One cache of a program and of its twin, from call to call."""
+    """A session: one cache of a program (``theirs``) and of its twin (``ours``), from call to call."""
 
     def __init__(self, part: Subgraph, bound: BoundGraph, arguments: Arguments) -> None:
         self.part, self.bound, self.arguments = part, bound, arguments
         self.ours: dict[int, Any] = {}
         self.theirs: dict[int, Any] = {}
-        # In double precision an epsilon shows that is below the rounding of the program's own dtype.
+        # Double precision shows an epsilon that is below the rounding of the program's own dtype.
         self.rounding = max(site.attention.rounding for site in part.sites)
         roots = {slot.placeholder for site in part.sites for slot in site.slots}
         effects = part.effects
-        # Caches, and counters that the program moves on itself.
+        # Caches, and counters that the program itself increments.
         self.kept = [
             entry.index for entry in part.captured.inputs
             if isinstance(part.captured.fakes[entry.index], torch.Tensor) and (entry.node in roots or effects.writes.get(entry.node))
         ]
 
     def fill(self, moment: Moment, unwritten: float) -> None:
-        """Caches as they are before a call: random tokens ahead of its start, ``unwritten`` times random ones behind."""
+        """Fill the caches as before a call: random tokens before its start, ``unwritten`` times random ones after."""
         slots = {slot.placeholder: slot for site in self.part.sites for slot in site.slots if slot.placeholder is not None}
         for entry in self.part.captured.inputs:
             if entry.node not in slots:
@@ -96,7 +96,7 @@ class _Session:
             self.theirs[entry.index], self.ours[entry.index] = held, held.clone()
 
     def call(self, moment: Moment) -> str:
-        """Run one call of both; return where they differ, '' where they do not. Raises NotApart where the program itself cannot run."""
+        """Run one call of both; return how they differ, '' where they do not. Raises NotApart where the program itself does not run."""
         args = self.arguments.make(moment, {**self.theirs})
         for index in self.kept:
             if index not in self.theirs:
@@ -104,7 +104,7 @@ class _Session:
         mine = [self.ours.get(index, item.clone() if isinstance(item, torch.Tensor) else item) for index, item in enumerate(args)]
         expected, found = self._expected(args), self.bound(*mine)
         for index in range(self.part.outputs):
-            # A softmax that is masked behind its exponentials has no number where they vanish; ours, masked ahead, has the right one.
+            # A softmax that is masked after its exponentials is NaN where they vanish; ours, masked before, is right.
             ours = torch.where(expected[index].isfinite(), found[index], expected[index]) if moment.hostile else found[index]
             difference = compared(expected[index], ours, (HOSTILE_ALLOWED if moment.hostile else 0.0) + self.rounding)
             if difference:
@@ -112,16 +112,16 @@ class _Session:
         return self._caches(moment, expected, found)
 
     def _expected(self, args: list[Any]) -> Any:
-        """Run the program. Raises NotApart where it cannot."""
+        """Return the results of the program itself; raises NotApart where it does not run."""
         try:
             return self.part.captured.module(*args)
         except Exception as error:
             raise NotApart(f"it does not run by itself ({type(error).__name__}: {next(iter(str(error).splitlines()), '')})") from error
 
     def differs_on_padding(self, moment: Moment) -> bool:
-        """Run one call with padding among its tokens; return whether results of padding differ and no other does. Raises NotApart."""
+        """Run one call with padding among its tokens; return whether results of padding differ. Raises NotApart where others do too."""
         args = self.arguments.make(moment, {**self.theirs})
-        # Counters among the arguments are moved on by the program.
+        # The program increments counters among its arguments, so the twin gets copies.
         mine = [self.ours.get(index, item.clone() if isinstance(item, torch.Tensor) else item) for index, item in enumerate(args)]
         expected, found = self._expected(args), self.bound(*mine)
         roles = self.part.sites[0].attention.out_roles
@@ -134,7 +134,7 @@ class _Session:
         return True
 
     def _caches(self, moment: Moment, expected: Sequence[Any], found: Sequence[Any]) -> str:
-        """Compare the caches after a call, as far as they are written, and hand them on to the next."""
+        """Return how the caches differ after a call, as far as they are written, '' where they do not; hand them to the next call."""
         last = moment.start + self.arguments.tokens(moment)
         for site in self.part.sites:
             for slot in site.slots:
@@ -157,7 +157,7 @@ class _Session:
 
 
 def compared(expected: Any, found: Any, more: float = 0.0) -> str:
-    """Say how two results differ, '' where they are equal to their dtype's rounding and ``more`` of their largest value."""
+    """Return how two results differ, '' where they are equal up to their dtype's rounding and ``more`` of their largest value."""
     if not isinstance(expected, torch.Tensor) or not isinstance(found, torch.Tensor):
         return ""
     if expected.shape != found.shape:
@@ -173,7 +173,7 @@ def compared(expected: Any, found: Any, more: float = 0.0) -> str:
 
 
 class _Twin:
-    """A program rewritten with stores that keep tokens as they are: rewritten once, bound once a session."""
+    """The twin of a program: rewritten with stores in full precision, once for each variant, and bound once for each session."""
 
     def __init__(self, part: Subgraph) -> None:
         self.part = part
@@ -181,30 +181,30 @@ class _Twin:
 
     @functools.cached_property
     def planned(self) -> Plan:
-        """Every site under the scheme "dense"."""
+        """The plan of the program with every site under the scheme ``dense``."""
         pair = policy_of("dense").of("")
         assert pair is not None
         return Plan(tuple(site_plan(site, pair, self.part.effects) for site in self.part.sites), ())
 
     def variant(self, which: Variant) -> tuple[Rewritten, Callable[..., Any]]:
-        """Return one variant of the rewritten program, twice: what it takes, and what runs it."""
+        """Return one variant of the rewritten program, and the function that runs it."""
         if which not in self.variants:
             self.variants[which] = rewrite(self.part.captured, self.planned, which, self.part.effects)
         return self.variants[which], self.variants[which].module
 
     def session(self, arguments: Arguments) -> _Session:
-        """Return a session over caches that are empty yet."""
+        """Return a session over empty caches."""
         part, first = self.part, self.variant(Variant.PAST)[0]
         return _Session(part, bind(part.captured, self.planned, part.effects, first, self.variant, Growth(), LiveCaches()), arguments)
 
 
 def tried(part: Subgraph, examples: Sequence[Any]) -> Verdict:
-    """Run a plain program and its twin side by side; ``examples`` are the captured graph's arguments."""
+    """Return the verdict on a plain program by comparing it with its twin; ``examples``: the captured graph's arguments."""
     try:
         arguments = Arguments(part, examples, torch.Generator(device="cpu").manual_seed(SEED))
         twin, covered = _Twin(part), Coverage(part)
         verdict = _tried(twin, arguments, captured_values(part), covered)
-        # Sizes may belong together in ways that no guard says: those of the capture do.
+        # Sizes may depend on one another in ways that no guard shows; the captured ones fit.
         if verdict.outcome is Outcome.UNKNOWN and elements(part, hints(part)) <= MOST:
             verdict = _tried(twin, arguments, hints(part), covered)
     except NotApart as reason:
@@ -213,7 +213,7 @@ def tried(part: Subgraph, examples: Sequence[Any]) -> Verdict:
 
 
 def _tried(twin: _Twin, arguments: Arguments, values: Values, covered: Coverage) -> Verdict:
-    """Run a program and its twin at some sizes, in one reading of its ints after another until one could be compared. Raises NotApart."""
+    """Return the verdict at some sizes, guessing which ints count tokens until calls can be compared. Raises NotApart."""
     verdict = None
     for counters in countings(twin.part, arguments):
         found = _counting(twin, Sessions(twin.part, arguments, counters), values, covered)
@@ -225,9 +225,9 @@ def _tried(twin: _Twin, arguments: Arguments, values: Values, covered: Coverage)
 
 
 def _counting(twin: _Twin, ways: Sessions, values: Values, covered: Coverage) -> Verdict:
-    """Run a program and its twin at some sizes, and at others until every symbol took two values. Raises NotApart."""
+    """Return the verdict at some sizes, and at others until every symbol took two values. Raises NotApart."""
     arguments, sessions = ways.arguments, list(ways.all(values))
-    # A query that sees one token gives its value, whatever the scores are.
+    # A query that sees one token gives its value, whatever the scores are: such a call proves little.
     done, telling, unknown = False, False, ""
     for moments, unwritten in itertools.chain(sessions, ways.elsewhere(values, covered)):
         try:
@@ -245,14 +245,14 @@ def _counting(twin: _Twin, ways: Sessions, values: Values, covered: Coverage) ->
         except NotApart as reason:
             unknown = unknown if moments[0].hostile else str(reason)
         except KvcompileError as error:
-            # Refused at run time, loudly: no wrong number.
+            # A call that the runtime refuses raises, and gives no wrong result.
             covered.refuse(values, moments[0].values)
             unknown = unknown if moments[0].ahead or moments[0].hostile else f"its twin was refused: {error}"
         except Exception as error:
             log.debug("a rewritten twin fails", exc_info=True)
             first = next(iter(str(error).splitlines()), "")
             return Verdict(Outcome.DIFFERENT, f"it fails with {type(error).__name__}: {first} (seed {SEED})")
-    # A prompt of one token has no other call.
+    # A program for prompts of one token has no other call.
     if (telling or (done and not unknown)) and covered.wanted():
         return Verdict(Outcome.UNKNOWN, covered.missing())
     if telling or (done and not unknown):
@@ -261,10 +261,10 @@ def _counting(twin: _Twin, ways: Sessions, values: Values, covered: Coverage) ->
 
 
 class _OfTheFirstStep(Arguments):
-    """The arguments that a graph was compiled with, on the CPU, but for queries, new tokens and caches, which are random."""
+    """The arguments that a graph was compiled with, on the CPU, but with random queries, new tokens and caches."""
 
     def make(self, moment: Moment, kept: dict[int, torch.Tensor]) -> list[Any]:
-        """Return the arguments of the first step. Raises NotApart where one is not known."""
+        """Return the arguments of the first step; raises NotApart where one is not known."""
         made: list[Any] = []
         for entry, fake in zip(self.part.captured.inputs, self.part.captured.fakes, strict=True):
             if not isinstance(fake, torch.Tensor):
@@ -282,7 +282,7 @@ class _OfTheFirstStep(Arguments):
 
 
 def first_step(part: Subgraph, examples: Sequence[Any]) -> Verdict:
-    """Run a plain program and its twin once, with the positions and masks that the graph was compiled with, over full caches."""
+    """Return the verdict on one call over full caches, with the positions and masks that the graph was compiled with."""
     moment = Moment(hints(part), 0)
     try:
         arguments = _OfTheFirstStep(part, examples, torch.Generator(device="cpu").manual_seed(SEED))
@@ -300,7 +300,7 @@ def first_step(part: Subgraph, examples: Sequence[Any]) -> Verdict:
 
 
 def _differs_on_padding(twin: _Twin, arguments: Arguments, sessions: list[tuple[list[Moment], float]]) -> bool:
-    """Whether queries of padding, which see no token, give something else."""
+    """Return whether the results of padding queries, which see no token, differ from the program's."""
     if not sessions or not arguments.free:
         return False
     first = sessions[0][0][0]

@@ -1,7 +1,7 @@
-"""Inverse: the argument that makes a program write its tokens where they should go, where it computes positions of it.
+"""Inverse: find an argument for which a program writes its tokens at wanted positions.
 
-A program may make positions of anything: of 3 p + 1, of hundredths, of places counted from the end. Where what it makes rises or falls
-with what it is given, token by token, bisection finds an argument, however the program spells its arithmetic.
+A program may compute positions from anything: p from 3 p + 1, from hundredths, from a count from the end. Where the positions rise or fall
+with the argument, token by token, bisection finds one for any spelling of the arithmetic.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Callable
 import torch
 
 RANGES = ((-1 << 24, 1 << 24), (0, 1 << 24), (0, 1 << 12), (0, 255), (0, 63), (0, 31))
-"""The ranges of numbers that are tried; float32 holds all integers of the first. A program that looks positions up takes no others."""
+"""Ranges of integers that are searched; float32 holds all integers of the first. A program with a table of positions takes small ones."""
 
 
 def solve(positions: Callable[[torch.Tensor], torch.Tensor | None], held: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor | None:
-    """Return an argument like ``held`` [..., S or 1] for which ``positions`` [S] are the ``wanted`` ones; None where none was found.
+    """Return an argument like ``held`` [..., S or 1] for which ``positions`` returns ``wanted`` [S]; None where none was found.
 
-    ``positions`` gives None for an argument that the program does not run with. Only integers are tried.
+    ``positions`` returns None for an argument that the program does not run with. Only integers are tried.
     """
     most = 1 << 24 if held.dtype.is_floating_point else torch.iinfo(held.dtype).max
     shape = held.shape[-1:] if held.dim() else held.shape

@@ -1,7 +1,7 @@
-"""Sessions: the calls of a program that are tried, one after another over one cache, and the sizes that each of them has.
+"""Sessions: the calls of a program that are tried, one after another over one cache, with the sizes of each.
 
-An int among a program's arguments that is no tensor's size may count tokens, and then moves with them, or be a length of its own, as that
-of a window, and stays where it is. Which of them count is a reading like any other: the likeliest is tried first.
+An int argument that is no tensor's size may count tokens, and then grows from call to call, or be a length of its own, such as a window's,
+and then stays. Which ints count is guessed, the likeliest guess first.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from kvcompile.validation.sizes import allowed, hints, loose, others, past, past
 from kvcompile.validation.subgraph import Subgraph
 
 MIDDLE = 128
-"""Places of a cache from which on calls start in its middle too, where a coarse dtype holds no position exactly."""
+"""The cache length from which calls also start in the middle, at positions that a coarse dtype does not hold exactly."""
 LARGE = 37.0
-"""The spread of what lies in places that nobody wrote yet."""
+"""The spread of random values in slots that are not written yet."""
 
 Tried = tuple[list[Moment], float]
-"""Calls one after another, and what lies in places that nobody wrote yet."""
+"""Calls one after another, and the spread of random values in slots that are not written yet."""
 
 
 def countings(part: Subgraph, arguments: Arguments) -> list[frozenset[Any]]:
-    """Return which of a program's ints count tokens, the likeliest reading first.
+    """Return guesses at which of a program's ints count tokens, the likeliest first.
 
-    Where the sizes of the capture say how many tokens came before its call, a counter says the same.
+    If the captured sizes show how many tokens preceded the captured call, the likely counters are the ints with that value.
     """
     ints = frozenset(loose(part))
     known = hints(part)
@@ -45,15 +45,15 @@ def countings(part: Subgraph, arguments: Arguments) -> list[frozenset[Any]]:
 
 @dataclass(frozen=True)
 class Sessions:
-    """Make the calls with which a trial compares a program, given the symbols (``counters``) that count tokens."""
+    """The sessions in which a trial compares a program, given the symbols that count tokens (``counters``)."""
 
     part: Subgraph
     arguments: Arguments
     counters: frozenset[Any]
 
     def all(self, sizes: Values) -> Iterator[Tried]:
-        """Give the sessions that are tried at some sizes."""
-        # In float32 scores so large say nothing.
+        """Yield the sessions that are tried at some sizes."""
+        # In float32 such large scores are too inexact to compare.
         hostile = all(value_of(node).dtype is torch.float64 for node in self.arguments.queries)
         slidings = bool(self.counters) and self._sliding()
         for values in pasts(self.part, sizes):
@@ -72,7 +72,7 @@ class Sessions:
                     yield [dataclasses.replace(moment, ahead=True) for moment in session], 0.0
 
     def elsewhere(self, values: Values, covered: Coverage) -> Iterator[Tried]:
-        """Give sessions of one call at other sizes, as long as some symbol wants them."""
+        """Yield sessions of one call at other sizes, as long as ``covered`` wants values of some symbol."""
         for other in others(self.part, values, covered.wanted):
             starts, room = self._starts(other)
             count = self.arguments.tokens(Moment(other, 0))
@@ -84,12 +84,12 @@ class Sessions:
         return any(slot.sliding is not None for site in self.part.sites for slot in site.slots)
 
     def _starts(self, values: Values) -> tuple[list[int], int | None]:
-        """(positions at which the first token of a call may lie, the room of the cache, None without an end)."""
+        """Return the positions at which a call's first token may be, and the room of the cache in tokens, None without an end."""
         part, arguments = self.part, self.arguments
         buffers = [slot for site in part.sites for slot in site.slots if slot.kind.facts.filled]
         counted = [values[symbol] for symbol in self.counters]
         if counted and self._sliding():
-            # Places are written over again: there is no last position, and what a cache holds does not tell where its tokens are.
+            # Slots are overwritten: there is no last position, and a cache's contents do not show its tokens' positions.
             return sorted({0, *counted}), None
         fixed = [offset if isinstance(offset, int) else read(value_of(offset), values) for offset in arguments.offsets]
         count = arguments.tokens(Moment(values, 0))
@@ -108,7 +108,7 @@ class Sessions:
         return sorted({start for start in (0, min(6, room // 3), *middle, room - count, *counted) if 0 <= start <= room - count}), room
 
     def _session(self, values: Values, start: int, count: int, calls: int, room: int | None) -> list[Moment]:
-        """Up to ``calls`` calls of ``count`` tokens one after another, as far as the room and the guards let them."""
+        """Return up to ``calls`` successive calls of ``count`` tokens, as far as the cache's room and the guards let them."""
         session: list[Moment] = []
         for at in range(start, start + count * calls, count):
             now = self._at(values, at, at - start)
@@ -118,7 +118,10 @@ class Sessions:
         return session
 
     def _at(self, values: Values, at: int, moved: int) -> Values | None:
-        """The sizes of a call ``moved`` tokens after the first, where Python's counters say ``at``; None where the guards allow none."""
+        """Return the sizes of a call ``moved`` tokens after the first, with counters at ``at``; None where the guards admit none.
+
+        Other sizes stay, or grow by ``moved``.
+        """
         for grown in dict.fromkeys((0, moved)):
             now = {symbol: at if symbol in self.counters else value + grown for symbol, value in values.items()}
             if allowed(self.part, now):

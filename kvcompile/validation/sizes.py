@@ -1,7 +1,7 @@
-"""Sizes: values for the symbols of a cut program, small ones, that its guards allow; and smaller numbers in place of its large ones.
+"""Sizes: small values for the symbols of a cut program, as its guards admit; and smaller numbers in place of its large ones.
 
-A program over a cache of 131,072 places is the same program over one of 23, if every 131,072 in it (and 131,071) is replaced alike. Which
-numbers those are is found by trying: a replacement with which the program does not run is none.
+A program over a cache of 131,072 tokens is the same program over one of 23, if every 131,072 in it (and 131,071) is replaced alike. Which
+numbers to replace is found by trying: a replacement with which the program does not run is dropped.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from kvcompile.passes.match.sites import Slot
 from kvcompile.validation.subgraph import NotApart, Number, Subgraph
 
 SMALL = 48
-"""A size up to this is taken as it was captured."""
+"""The largest size that keeps its captured value."""
 MOST = 1 << 22
-"""Elements that the largest value of a program may have when it is tried."""
+"""The most elements that a program's largest value may have for the program to be tried."""
 LONG = 64
-"""A length of tokens from here on is made smaller where a program is too large."""
+"""The least length in tokens that is made smaller where a program is too large."""
 LEAST = 4
-"""Numbers become larger ones than this, and than the lengths that stay as they are."""
+"""Replacements of large numbers are larger than this, and than all lengths that stay."""
 LARGEST = 1 << 12
-"""Dtypes that hold more integers than this are not tried behind them."""
+"""A dtype that holds all integers up to this is not tried at positions that it rounds."""
 NEAR = 8
-"""Lengths no further apart stay as far apart."""
+"""The largest distance of two numbers that their replacements keep."""
 UNBACKED = 7
-"""The value of a symbol that none was known of when the graph was captured."""
+"""The value of a symbol that had none in the capture."""
 WAYS = 12
-"""Ways to move a symbol in which calls are tried."""
+"""The most ways to move a symbol with which calls are tried."""
 LOOKED_AT = 600
-"""Ways to move a symbol of which it is asked whether the guards admit them."""
+"""The most ways to move a symbol that are checked against the guards."""
 TRIED = (5, 7, 11, 2, 3, 16, 24, 1, 64)
 
 def symbols(part: Subgraph) -> list[Any]:
-    """All symbols of the program's arguments, in order of their names."""
+    """Return all symbols of the program's arguments, sorted by name."""
     found = set()
     for fake in part.captured.fakes:
         sizes = [fake] if isinstance(fake, torch.SymInt) else fake.shape if isinstance(fake, torch.Tensor) else ()
@@ -52,27 +52,27 @@ def symbols(part: Subgraph) -> list[Any]:
 
 
 def read(size: Any, values: Values) -> int:
-    """A size, int or symbolic, as a number."""
+    """Return a size, int or symbolic, as the number that it is for these values."""
     return size if isinstance(size, int) else int(size.node.expr.xreplace(values))
 
 
 def allowed(part: Subgraph, values: Values) -> bool:
-    """Whether the guards of the captured graph hold for these values, as far as they name no other symbol."""
+    """Return whether the captured graph's guards admit these values; guards that name other symbols do not count."""
     return part.guards.admit(values)
 
 
 def hints(part: Subgraph) -> Values:
-    """The values that all symbols had when the graph was captured."""
+    """Return the values that all symbols had in the capture."""
     env = part.captured.fake_mode.shape_env
     found = {symbol: value_in_capture(env, symbol) for symbol in symbols(part)}
     return {symbol: UNBACKED if value is None else value for symbol, value in found.items()}
 
 
 def captured_values(part: Subgraph) -> Values:
-    """Return small values for all symbols, those of the capture where they are small, or where the guards allow none others.
+    """Return small values for all symbols: those of the capture where these are small, or where the guards admit no smaller ones.
 
-    A guard may tie a large size to small ones, as a mask's length to those of a cache and a piece of a prompt, or make two sizes equal, or
-    keep a past at the end of its window. Raises NotApart where the guards allow no small values and those of the capture are too large.
+    A guard may tie a large size to small ones (a mask's length to those of a cache and a prompt), make two sizes equal, or keep a past at
+    the end of its window. Raises NotApart where the guards admit no small values and the captured ones are too large.
     """
     known = hints(part)
     large = [symbol for symbol, value in known.items() if value > SMALL]
@@ -86,12 +86,12 @@ def captured_values(part: Subgraph) -> Values:
 
 
 def _alike(known: Values, symbols: list[Any]) -> list[list[Any]]:
-    """Symbols that had one value when the graph was captured, together."""
+    """Return the symbols in groups of equal values in the capture."""
     return [[symbol for symbol in symbols if known[symbol] == value] for value in dict.fromkeys(known[symbol] for symbol in symbols)]
 
 
 def _chosen(part: Subgraph, known: Values, groups: list[list[Any]]) -> Values | None:
-    """Values that the guards allow: one for each group of symbols, no two alike, and the others' own; None where none was found."""
+    """Return values that the guards admit, a different one for each group of symbols, others as captured; None where none was found."""
     env = part.captured.fake_mode.shape_env
     tried = []
     for group in groups:
@@ -106,7 +106,7 @@ def _chosen(part: Subgraph, known: Values, groups: list[list[Any]]) -> Values | 
 
 
 def loose(part: Subgraph) -> set[Any]:
-    """The symbols that are ints among the arguments and no tensor's size: positions that Python counts."""
+    """Return the symbols that are int arguments and no tensor's size: positions that Python counts."""
     ints = {symbol for fake in part.captured.fakes if isinstance(fake, torch.SymInt) for symbol in fake.node.expr.free_symbols}
     values: tuple[Any, ...] = (*(value_of(node) for node in part.captured.graph.nodes), *part.captured.fakes)
     shapes: list[Any] = [value.shape for value in values if isinstance(value, torch.Tensor)]
@@ -114,20 +114,20 @@ def loose(part: Subgraph) -> set[Any]:
 
 
 def past(slot: Slot) -> Any:
-    """Tokens that a cache which grows by concatenation holds before a call, int or symbolic."""
+    """Return how many tokens a cache that grows by concatenation holds before a call, an int or a SymInt."""
     before = slot.placeholder if slot.write.position.past is None else slot.write.position.past
     return value_of(slot.root if before is None else before).shape[slot.axes.token_dim]
 
 
 def pasts(part: Subgraph, values: Values) -> Iterator[Values]:
-    """The values, and the same with other lengths of the past, where caches grow by concatenation."""
+    """Yield the values, and then the same with other lengths of the past, where caches grow by concatenation."""
     yield values
     grown = {
         symbol for site in part.sites for slot in site.slots if slot.kind.facts.extended
         for size in [past(slot)] if isinstance(size, torch.SymInt)
         for symbol in size.node.expr.free_symbols
     }
-    # A cache that keeps its newest tokens may have been captured before or after it was full: longer ones are another program.
+    # A sliding cache may have been captured before it was full; with a longer past it is another program.
     slidings = any(slot.sliding is not None for site in part.sites for slot in site.slots)
     for length in (2, 19):
         changed = {**values, **dict.fromkeys(grown, length)}
@@ -136,9 +136,10 @@ def pasts(part: Subgraph, values: Values) -> Iterator[Values]:
 
 
 def others(part: Subgraph, values: Values, wanted: Callable[[], set[Any]]) -> Iterator[Values]:
-    """Values that the guards admit in which the symbols that are ``wanted``, asked again each time, are other ones, small ones first.
+    """Yield values that the guards admit, with other values for the symbols that ``wanted()`` returns, small ones first.
 
-    All at once, and then each by itself and with those that may be tied to it: sizes may belong together in ways that no guard says.
+    All of these symbols move at once, then each by itself and with the symbols that may be tied to it: sizes may depend on one another in
+    ways that no guard shows. ``wanted`` is called again each time.
     """
     if not wanted():
         return
@@ -158,12 +159,12 @@ def others(part: Subgraph, values: Values, wanted: Callable[[], set[Any]]) -> It
 
 
 def _small(part: Subgraph, values: Values, base: Values) -> bool:
-    """Whether values are small, or no larger than twice those that are known to be."""
+    """Return whether all sizes are small or at most twice those of ``base``, and no tensor of the program has more than MOST elements."""
     return all(value <= max(4 * SMALL, 2 * base[symbol]) for symbol, value in values.items()) and elements(part, values) <= MOST
 
 
 def named(part: Subgraph, symbol: Any) -> str:
-    """A symbol as the argument that it is, or a size of."""
+    """Return a symbol's name: the argument that it is, or the size that it is of one (``x.shape[0]``)."""
     for entry, fake in zip(part.captured.inputs, part.captured.fakes, strict=True):
         if isinstance(fake, torch.SymInt) and fake.node.expr == symbol:
             return entry.source
@@ -174,7 +175,7 @@ def named(part: Subgraph, symbol: Any) -> str:
 
 
 def elements(part: Subgraph, values: Values) -> int:
-    """The number of elements of the program's largest value."""
+    """Return the number of elements of the program's largest value."""
     shapes = [value_of(node).shape for node in part.captured.graph.nodes if isinstance(value_of(node), torch.Tensor)]
     return max(math.prod(read(size, values) if _known(size, values) else 1 for size in shape) for shape in shapes)
 
@@ -184,7 +185,7 @@ def _known(size: Any, values: Values) -> bool:
 
 
 def _numbers(value: Any) -> Iterator[int]:
-    """All ints in what was understood of a site, or in the operands of a node."""
+    """Yield the absolute values of all ints in a record of the matcher, or in the operands of a node."""
     if type(value) is int:
         yield abs(value)
     elif isinstance(value, (list, tuple, frozenset)):
@@ -196,7 +197,7 @@ def _numbers(value: Any) -> Iterator[int]:
 
 
 def _lengths(part: Subgraph) -> set[int]:
-    """The lengths of tokens that are numbers in a program: of its caches, its calls and its windows."""
+    """Return the lengths in tokens that are plain numbers in a program: of its caches, its calls and its windows."""
     found: set[int] = set()
     for site in part.sites:
         for slot in site.slots:
@@ -208,7 +209,7 @@ def _lengths(part: Subgraph) -> set[int]:
 
 
 def _asked(part: Subgraph) -> set[int]:
-    """The ends of the ranges of symbols, and the numbers that guards on them alone compare with."""
+    """Return the ends of the symbols' ranges, and the ints in guards on these symbols alone."""
     env, found = part.captured.fake_mode.shape_env, set[int]()
     for symbol in symbols(part):
         bounds = env.var_to_range.get(symbol) if env is not None else None
@@ -220,7 +221,10 @@ def _asked(part: Subgraph) -> set[int]:
 
 
 def _coarse(part: Subgraph) -> int:
-    """Twice the positions that the coarsest dtype holds which integers are cast to, as bfloat16 does 256: beyond them it rounds."""
+    """Return a cache length past the integers that coarse dtypes of the program's casts from integers hold; 0 without such casts.
+
+    It is twice the number up to which such a dtype holds all integers: 512 for bfloat16.
+    """
     casts = [
         value_of(node).dtype for node in part.captured.graph.nodes if op_name(node) in COPIES and is_tensor(node.args[0])
         and not holds(value_of(node.args[0]).dtype, value_of(node).dtype) and not value_of(node.args[0]).dtype.is_floating_point
@@ -229,7 +233,7 @@ def _coarse(part: Subgraph) -> int:
 
 
 def reductions(part: Subgraph) -> Iterator[Number]:
-    """Give ways to make a program's numbers smaller, the most thorough first."""
+    """Yield maps that make a program's large ints smaller, the most thorough first."""
     known = _lengths(part)
     lengths, least = {number for number in known if number >= LONG}, max((number for number in known if number < LONG), default=0)
     literal = {number for node in part.captured.graph.nodes for number in _numbers([*node.args, *node.kwargs.values()])}
@@ -241,7 +245,7 @@ def reductions(part: Subgraph) -> Iterator[Number]:
 
 
 def _smaller(numbers: Iterable[int], least: int = LEAST) -> Number:
-    """Return a function that maps these numbers to small ones above ``least``, in order, those near each other alike, and no other."""
+    """Return a map of these numbers to small ones above ``least``: in order, with distances up to NEAR kept, other numbers unchanged."""
     resized: dict[int, int] = {}
     last = None
     small = least

@@ -3,9 +3,9 @@
     captured:  x -> projections -> q, k, v -> writes -> attention -> projection -> ...
     cut:                           q, k, v -> writes -> attention -> outputs, caches
 
-Queries and new keys and values become inputs, and so does what other processes give and what calls on sharded or quantized tensors
-return: nothing waits for another process here. Everything else that the outputs or the caches depend on is copied. What the cut program
-means is what the captured graph means between these points, so a rewrite of the one is right where a rewrite of the other is.
+Queries and new keys and values become inputs. So do results that come from other processes, or from calls on sharded or quantized tensors:
+nothing may wait for another process here. All other nodes that the outputs or the caches depend on are copied. The cut program computes
+what the captured graph computes between these points, so a rewrite is right in one where it is right in the other.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from kvcompile.passes.match.agreement import demands
 from kvcompile.passes.match.sites import Amount, Attention, Site
 
 SYMBOL = re.compile(r"\b[su]\d+\b")
-"""The name of a symbolic size."""
+"""Pattern of the names of symbolic sizes."""
 
 MANY = 1 << 12
-"""Elements of a constant above which another constant is another program."""
+"""The most elements of a constant whose values identify it in a fingerprint; a larger one is identified by its name."""
 
 COLLECTIVE = ("_c10d_functional", "c10d", "_dtensor")
 """Namespaces of operators in which processes wait for one another."""
@@ -44,21 +44,21 @@ Number = Callable[[int], int]
 
 
 def same(number: int) -> int:
-    """Return a number as it is."""
+    """Return the number unchanged."""
     return number
 
 
 class NotApart(Exception):
-    """Why sites cannot be run apart from their graph; the message goes into the report."""
+    """Raised where sites cannot be run apart from their graph; the message goes into the report."""
 
 
 @dataclass(frozen=True)
 class Subgraph:
-    """Sites as a program of their own.
+    """A cut program: sites with all nodes between their inputs and outputs, as a captured graph of its own.
 
-    ``given``: the arguments that were values of the captured graph (queries, new tokens, sizes), by index. ``sources``: for every other
-    argument the index of the captured graph's argument that it was. ``outputs``: how many results are outputs of attentions; caches that
-    the graph returns stand behind them. ``number``: what each int became, where the program was made smaller.
+    ``given``: the arguments, by index, that the captured graph computed (queries, new tokens, sizes). ``sources``: for every other
+    argument, the index of the captured graph's argument that it was. ``outputs``: how many results are outputs of attentions; returned
+    caches come after them. ``number``: the map that was applied to every int, where the program was made smaller.
     """
 
     captured: Captured
@@ -71,12 +71,12 @@ class Subgraph:
 
     @functools.cached_property
     def guards(self) -> Guards:
-        """The demands of the captured graph's guards, and of its attentions, that are made of the program's sizes."""
+        """The captured graph's guards, and the demands of its attentions, on the program's sizes."""
         return Guards(self.captured.fake_mode.shape_env, self.number, demands(self.captured.graph))
 
 
 def clusters(sites: Sequence[Site]) -> list[tuple[Site, ...]]:
-    """Sites in groups that share no cache tensor with one another, in order."""
+    """Return the sites in groups, in order; sites of different groups share no cache tensor."""
     owner: dict[fx.Node, int] = {}
     members: dict[int, list[Site]] = {}
     for number, site in enumerate(sites):
@@ -90,7 +90,7 @@ def clusters(sites: Sequence[Site]) -> list[tuple[Site, ...]]:
 
 
 def _entry_values(sites: Sequence[Site]) -> dict[fx.Node, None]:
-    """The values at which a program of some sites begins: queries and new tokens, in order."""
+    """Return the values at which a program of some sites begins: queries and new tokens, in order."""
     found: dict[fx.Node, None] = {}
     for site in sites:
         attention = site.attention
@@ -100,13 +100,13 @@ def _entry_values(sites: Sequence[Site]) -> dict[fx.Node, None]:
         for slot in site.slots:
             if slot.kind.facts.written:
                 found[slot.write.values] = None
-    # An attention may be of what another one gives.
+    # An attention's queries or new tokens may be another attention's result.
     results = {node for site in sites for node in site.attention.results}
     return {node: None for node in found if node not in results}
 
 
 def _needed(captured: Captured, effects: Effects, wanted: Iterable[fx.Node], borders: Iterable[fx.Node]) -> set[fx.Node]:
-    """All nodes that ``wanted`` depend on, writes to what they read among them, none from behind the borders."""
+    """Return all nodes that ``wanted`` depend on, in-place writes to what they read included, back to the borders."""
     stop, found, queue = set(borders), set(), list(wanted)
     while queue:
         node = queue.pop()
@@ -122,7 +122,7 @@ def _needed(captured: Captured, effects: Effects, wanted: Iterable[fx.Node], bor
 
 
 def _is_size(node: fx.Node, borders: Iterable[fx.Node]) -> bool:
-    """Whether a node asks a computed tensor for a size, which an argument of the cut program says as well."""
+    """Return whether a node reads a size of a computed tensor; such a size is an argument of the cut program."""
     if op_name(node) != "sym_size":
         return False
     asked = node.args[0]
@@ -130,7 +130,10 @@ def _is_size(node: fx.Node, borders: Iterable[fx.Node]) -> bool:
 
 
 def _first_use(node: fx.Node, needed: set[fx.Node], effects: Effects) -> tuple[int, int]:
-    """Where a value is first used, so that equal programs have equal arguments: layers may share some, the first has them first."""
+    """Return (order of the first needed node that reads a value, index among its inputs), by which arguments are sorted.
+
+    Equal programs then have equal arguments, also where layers share some.
+    """
     uses = [user for user in node.users if user in needed]
     first = min(uses, key=lambda user: effects.order[user], default=None)
     return (effects.order[first], first.all_input_nodes.index(node)) if first is not None else (len(effects.order), 0)
@@ -138,10 +141,9 @@ def _first_use(node: fx.Node, needed: set[fx.Node], effects: Effects) -> tuple[i
 
 @dataclass(frozen=True)
 class Outline:
-    """The nodes of a captured graph that a program of ``sites`` would hold: ``inside`` it, and where it ``begins``, in the graph's order.
+    """The outline of a program of ``sites``: the captured graph's nodes that become its arguments (``begins``) or are copied (``inside``).
 
-    ``outputs``: the sites' results, their log-sums among them; ``caches``: the results of the captured graph that are their caches,
-    by index.
+    ``outputs``: the sites' results, log-sums included. ``caches``: the captured graph's results that are the sites' caches, by index.
     """
 
     captured: Captured
@@ -154,7 +156,7 @@ class Outline:
 
 
 def outline(captured: Captured, effects: Effects, sites: tuple[Site, ...]) -> Outline:
-    """Find what a program of ``sites`` holds."""
+    """Return the outline of a program of ``sites``."""
     borders = _entry_values(sites)
     returned = captured.graph.find_nodes(op="output")[0].args[0]
     caches = {index: returned[index] for index in sorted({index for site in sites for slot in site.slots for index in slot.outputs})}
@@ -170,16 +172,16 @@ def outline(captured: Captured, effects: Effects, sites: tuple[Site, ...]) -> Ou
 
 
 def _beside(sites: Sequence[Site]) -> list[fx.Node]:
-    """Return the slices of keys, values and masks that a site with learned tokens reads, nodes that the user's graph does not use."""
+    """Return the slices of keys, values and masks that sites with learned tokens read, which the user's graph does not use."""
     parted = [site.attention for site in sites if site.attention.memory is not None]
     found = [node for attention in parted for node in (attention.k, attention.v, *(term.node for term in attention.masks))]
     return [*found, *(term.node for attention in parted if attention.memory is not None for term in attention.memory.masks)]
 
 
 def cut(whole: Outline, number: Number = same) -> Subgraph:
-    """Return a program as an outline says; raises NotApart where it cannot be cut out of the captured graph.
+    """Return the program of an outline; raises NotApart where it cannot be cut out of the captured graph.
 
-    ``number`` says what each int of what was understood of the sites becomes, where the program is to be made smaller.
+    ``number`` maps every int in the records of the sites, where the program is to be made smaller.
     """
     captured = whole.captured
     if any(_shared(node) for node in whole.inside):
@@ -214,20 +216,20 @@ def cut(whole: Outline, number: Number = same) -> Subgraph:
 
 
 def _foreign(node: fx.Node) -> bool:
-    """Whether a plain tensor comes from other processes or from a call on tensors that are made of others: a program begins there.
+    """Return whether a plain tensor comes from other processes or from a call on tensors made of others: an argument of the program.
 
-    Another process may know the verdict already, and would not come.
+    Another process may know the verdict already, and would not take part in the call.
     """
     return _shared(node) and is_tensor(node) and not is_wrapper(value_of(node))
 
 
 def _shared(node: fx.Node) -> bool:
-    """Whether a node is a call on tensors that are made of others, or waits for other processes."""
+    """Return whether a node is a call on tensors made of other tensors (sharded, quantized), or waits for other processes."""
     return AS_WRITTEN in node.meta or getattr(node.target, "namespace", "") in COLLECTIVE
 
 
 def _name_symbols(captured: Captured, graph: fx.Graph, entries: list[Input], given: set[int]) -> None:
-    """Give every symbol that the arguments' sizes have an argument of its own, where none is that symbol by itself."""
+    """Add an argument for every symbol in the sizes of the arguments that is none of these sizes by itself."""
     sizes = [size for entry in entries for size in _sizes(value_of(entry.node))]
     bare = {size.node.expr for size in sizes}
     free = {symbol for size in sizes for symbol in size.node.expr.free_symbols}
@@ -241,20 +243,20 @@ def _name_symbols(captured: Captured, graph: fx.Graph, entries: list[Input], giv
 
 
 def _sizes(value: Any) -> list[torch.SymInt]:
-    """List the symbolic ints of a value: itself, or its sizes."""
+    """Return the symbolic ints of a value: itself, or its sizes."""
     sizes = [value] if isinstance(value, torch.SymInt) else list(value.shape) if isinstance(value, torch.Tensor) else []
     return [size for size in sizes if isinstance(size, torch.SymInt)]
 
 
 class _Translation:
-    """Copies values of the matcher with the captured graph's nodes replaced by those of the cut program."""
+    """A translation of the matcher's records: copies with the captured graph's nodes replaced by those of the cut program."""
 
     def __init__(self, env: dict[fx.Node, fx.Node], outputs: dict[int, int], number: Number) -> None:
         self.env, self.outputs, self.number = env, outputs, number
         self.made: dict[int, Any] = {}
 
     def of(self, value: Any) -> Any:
-        """Return a copy; values that were one object stay one. Raises NotApart for a node outside of the program."""
+        """Return a copy of a value, the same one for the same object; raises NotApart for a node outside of the program."""
         if isinstance(value, fx.Node):
             if value not in self.env:
                 raise NotApart(f"{value.name} is not computed from its operands")
@@ -262,7 +264,7 @@ class _Translation:
         if isinstance(value, (tuple, frozenset)):
             kept = [item for item in value if not isinstance(item, fx.Node) or item in self.env]
             return type(value)(self.of(item) for item in kept)
-        # A symbol that guards made a number is one.
+        # A symbol that guards fixed is a number.
         value = plain(value)
         if type(value) is int:
             return self.number(value)
@@ -283,7 +285,7 @@ class _Translation:
         return self.made[id(value)]
 
     def _amount(self, amount: Amount) -> Amount:
-        """An amount with the numbers in it that became smaller ones."""
+        """Return an amount with the ints in its expression mapped by ``number``."""
         changed = {item: sympy.Integer(self.number(int(item))) for item in amount.expr.atoms(sympy.Integer)}
         if all(old == new for old, new in changed.items()):
             return amount
@@ -292,7 +294,7 @@ class _Translation:
 
 
 def fingerprint(whole: Outline) -> str:
-    """A key of a program and of what was understood of it, for sites that are equal but for their names."""
+    """Return a key of a program and the matcher's records of it, equal for sites that differ in names alone."""
     lines: list[str] = []
     names: dict[fx.Node, str] = defaultdict(lambda: "?")
     module = whole.captured.module
@@ -306,20 +308,20 @@ def fingerprint(whole: Outline) -> str:
         lines.append(f"{target} {operands!r} {_described(value_of(node))} {constant}")
     places = {index: position for position, index in enumerate(whole.caches)}
     lines += [repr(_spelled(site, names, places)) for site in whole.sites]
-    # The caches of every layer have sizes of their own: symbols are numbered as they come.
+    # Every layer's caches have symbols of their own, so symbols are numbered in order of appearance.
     symbols: dict[str, str] = {}
 
     def renamed(text: str) -> str:
         return SYMBOL.sub(lambda found: symbols.setdefault(found[0], f"size{len(symbols)}"), text)
 
     text = renamed("\n".join(lines))
-    # What sizes may be decides which calls are compared: a verdict for start = 0 says nothing of other starts.
+    # The guards on sizes decide which calls are compared: a verdict for start = 0 says nothing of other starts.
     asked = sorted(renamed(guard) for guard in _guards(whole, set(symbols)))
     return hashlib.sha256("\n".join((text, *asked)).encode()).hexdigest()
 
 
 def _guards(whole: Outline, names: set[str]) -> Iterator[str]:
-    """The ranges of symbols and the guards on them alone, as text."""
+    """Yield the ranges of symbols, and the guards on these symbols alone, as text."""
     env = whole.captured.fake_mode.shape_env
     if env is None:
         return
@@ -330,7 +332,7 @@ def _guards(whole: Outline, names: set[str]) -> Iterator[str]:
 
 
 def _content(held: torch.Tensor, name: str) -> str:
-    """Return text for a constant's values; its name where there are many."""
+    """Return a constant's values as text; its name where it has many."""
     return str(held.tolist()) if held.numel() <= MANY else name
 
 
@@ -341,7 +343,7 @@ def _described(value: Any) -> str:
 
 
 def _spelled(value: Any, names: dict[fx.Node, str], places: dict[int, int]) -> Any:
-    """A value of the matcher as text without the names of nodes, modules and source lines."""
+    """Return a record of the matcher as nested text, without the names of nodes, modules and source lines."""
     if isinstance(value, fx.Node):
         return names[value]
     if isinstance(value, (tuple, list)):

@@ -1,4 +1,4 @@
-"""Verdicts that were reached, of which those of equal programs may outlast the process."""
+"""Verdict cache: verdicts by fingerprint; those of equal programs may outlast the process."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class PersistentSet(Protocol):
     def __contains__(self, key: str) -> bool: ...
 
     def add(self, key: str) -> None:
-        """Keep a key."""
+        """Add a key."""
 
 
 class VerdictCache(dict[str, Verdict]):
-    """Verdicts by fingerprint; ``persistent`` gets those of programs that were found EQUAL and need no note, and is asked for them."""
+    """Verdicts by fingerprint. Keys of EQUAL verdicts that do not differ on padding are also kept, and looked up, in ``persistent``."""
 
     def __init__(self, persistent: PersistentSet | None = None) -> None:
         super().__init__()
