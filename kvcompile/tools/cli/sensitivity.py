@@ -1,6 +1,7 @@
 """``kvcompile sensitivity``: measures how much each layer's keys and values lose under a scheme, and fits a policy to a budget of bytes.
 
     kvcompile sensitivity -o tinylm.json
+    kvcompile sensitivity smollm2 --schemes kivi,squat,int4 -o smollm2.json
     kvcompile sensitivity ./checkpoint --text some.txt --schemes 'int8,int4,kivi(bits=4)' -o checkpoint.json --memory 2 --fit-context 32768
 """
 
@@ -8,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,13 +19,12 @@ from rich.progress import MofNCompleteColumn, Progress
 from rich.table import Table
 from rich.text import Text
 
-from kvcompile.errors import TargetError
 from kvcompile.report import short_scheme
 from kvcompile.schemes import parse
 from kvcompile.tools.cli.console import console
 from kvcompile.tools.cli.plan_target import ODD
-from kvcompile.tools.cli.subjects import tinylm
-from kvcompile.tools.cli.targets import Options, quiet, resolve, static_cache
+from kvcompile.tools.cli.subjects import checkpoint, tinylm
+from kvcompile.tools.cli.targets import static_cache
 from kvcompile.tools.planner.fitting import Fitted, fitted
 from kvcompile.tools.planner.model import traced
 from kvcompile.tools.planner.sensitivity import Layer, Sensitivity, Trial, layers_of, measured
@@ -44,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure (or read) the damages, write and print them, and fit a policy if a memory budget is given."""
     names = [short_scheme(parse(item)) for item in arguments.schemes]
     known = None if arguments.read is None else Sensitivity.load(arguments.read)
-    subject = _tinylm(arguments) if arguments.target is None else _checkpoint(arguments)
+    subject = _tinylm(arguments) if arguments.target in {None, "tinylm"} else _checkpoint(arguments)
     if known is None:
         known = _measured(subject, names)
     if arguments.output is not None:
@@ -78,24 +77,11 @@ def _tinylm(arguments: argparse.Namespace) -> Subject:
 
 
 def _checkpoint(arguments: argparse.Namespace) -> Subject:
-    """Return a checkpoint with equally long pieces of a text, spread over it evenly. Raises TargetError."""
-    target = resolve(arguments.target, Options(device=arguments.device))
-    if not Path(arguments.target).is_dir() or arguments.text is None:
-        why = "sensitivity needs a checkpoint folder, and --text FILE: what random weights or tokens lose says nothing"
-        raise TargetError(found=arguments.target, why=why)
-    from transformers import AutoTokenizer
-
-    try:
-        with quiet():
-            tokens = AutoTokenizer.from_pretrained(arguments.target, local_files_only=True)(arguments.text.read_text()).input_ids
-    except Exception as error:
-        raise TargetError(found=arguments.target, why=f"its tokenizer or the text could not be read ({error})") from error
-    each = arguments.context + arguments.steps
-    if len(tokens) < each * arguments.rows:
-        raise TargetError(found=str(arguments.text), why=f"it has {len(tokens)} tokens, {arguments.rows} x {each} are needed")
-    stride = (len(tokens) - each) // max(arguments.rows - 1, 1)
-    ids = torch.tensor([tokens[row * stride :][:each] for row in range(arguments.rows)], device=arguments.device)
-    return _subject(arguments.target, target.model, ids, arguments.context)
+    """Return a model with a tokenizer, and texts of several kinds."""
+    data = [] if arguments.text is None else [arguments.text]
+    found = checkpoint(arguments.target, data, arguments.device)
+    ids = found.texts(arguments.context, arguments.steps, arguments.rows)
+    return _subject(arguments.target, found.model, ids, len(found.start) + arguments.context)
 
 
 def _subject(name: str, model: Any, ids: torch.Tensor, prompt: int) -> Subject:

@@ -1,10 +1,11 @@
-"""Subjects of evaluation: tinylm with its held-out text, or a checkpoint folder with its tokenizer and text files."""
+"""Subjects of evaluation: tinylm with its held-out text, or a checkpoint folder, GGUF file or packaged model with its tokenizer."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import torch
 
 from kvcompile.errors import BadBatch, BadEvaluation, TargetError
 from kvcompile.extensions.beyond.learning.text import documents
-from kvcompile.tools.cli.targets import Options, quiet, resolve, static_cache
-from kvcompile.tools.evaluation.subject import Rule, Subject, TokenWriting
+from kvcompile.tools.cli.packaged import PACKAGED, gguf_file
+from kvcompile.tools.cli.targets import Options, quiet, resolve, silent_bars, static_cache
+from kvcompile.tools.evaluation.corpus import Passage, file_passages, own_passages
+from kvcompile.tools.evaluation.subject import Rule, Span, Subject, TokenWriting
 from kvcompile.tools.evaluation.tasks import BYTES
 
 TINYLM = Path(__file__).resolve().parents[3] / "examples" / "tinylm"
@@ -45,16 +48,17 @@ def tinylm(
     )
 
 
-def checkpoint(path: str, data: Sequence[Path], device: str = "cpu", dtype: torch.dtype | None = None) -> Subject:
-    """Return a checkpoint folder with its tokenizer and the text files ``data`` for prompts. Raises TargetError."""
+def checkpoint(path: str, data: Sequence[Path] = (), device: str = "cpu", dtype: torch.dtype | None = None) -> Subject:
+    """Return a model with its tokenizer: a checkpoint folder, a GGUF file or a packaged model's name. Raises TargetError.
+
+    Prompts are made of ``data``, text files, each a kind of its own; without them of the prose, code and document of ``corpus``.
+    """
     target = resolve(path, Options(dtype=dtype, device=device))
-    if not Path(path).is_dir():
-        raise TargetError(found=path, why="eval needs a checkpoint folder with a tokenizer: random weights answer nothing")
-    if not data:
-        raise TargetError(found=path, why="eval of a checkpoint needs --data FILES, the text that its prompts are made of")
+    if not Path(path).is_dir() and gguf_file(path) is None:
+        raise TargetError(found=path, why="eval needs a checkpoint folder or GGUF file with a tokenizer: random weights answer nothing")
     tokenizer = tokenizer_of(path)
     model: Any = target.model
-    whole = joined(data)
+    passages = read_passages(data) if data else own_passages()
 
     def encode(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False))
@@ -63,11 +67,13 @@ def checkpoint(path: str, data: Sequence[Path], device: str = "cpu", dtype: torc
         return str(tokenizer.decode(list(ids), skip_special_tokens=True))
 
     with quiet():
-        filler = encode(whole)
+        parts = [encode(f"{passage.text}\n\n") for passage in passages]
+    filler, ends = [item for part in parts for item in part], list(accumulate(map(len, parts)))
+    spans = tuple(Span(each.kind, end - len(part), end) for each, part, end in zip(passages, parts, ends, strict=True))
     start = () if tokenizer.bos_token_id is None else (int(tokenizer.bos_token_id),)
     return Subject(
         path, model, device, TokenWriting(encode, text), filler, start, text, Rule.PARTS, lambda tokens: static_cache(model, tokens),
-        longest(model),
+        longest(model), PACKAGED[path].tasks if path in PACKAGED else (), spans,
     )
 
 
@@ -79,12 +85,20 @@ def joined(data: Sequence[Path]) -> str:
         raise BadEvaluation(setting="--data", **error.facts) from error
 
 
+def read_passages(data: Sequence[Path]) -> tuple[Passage, ...]:
+    """Return the text of each file, a kind of its own; raises BadEvaluation where one cannot be read."""
+    return file_passages(data, [joined([path]) for path in data])
+
+
 def tokenizer_of(path: str) -> Any:
-    """Return the tokenizer of a checkpoint folder. Raises TargetError."""
+    """Return the tokenizer of a checkpoint folder, a GGUF file or a packaged model; raises TargetError."""
     from transformers import AutoTokenizer
 
+    file = gguf_file(path)
     try:
-        with quiet():
+        with quiet(), silent_bars():
+            if file is not None:
+                return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
             return AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception as error:
         why = f"its tokenizer could not be read ({type(error).__name__}: {error}); pass --bytes where its tokens are bytes, as tinylm's are"

@@ -2,6 +2,7 @@
 
     hf:llama            a tiny, randomly initialized model of any transformers type, built without the network
     ./my-checkpoint     a local folder that AutoModelForCausalLM can load
+    smollm2             a model that a package ships, and model.gguf: any file that transformers reads with gguf_file=
     file.py:factory     a function that returns a module, or (module, inputs)
 
 transformers is imported only when such a target is used.
@@ -20,11 +21,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from kvcompile.errors import TargetError
 from kvcompile.passes.graph.dynamo import tree_map
+from kvcompile.tools.cli.packaged import gguf_file, require_readers
 from kvcompile.tools.cli.shrink import tiny_config
 
 PROMPT_TOKENS = 24
@@ -65,6 +68,8 @@ def resolve(text: str, options: Options) -> Target:
     """Return the target that ``text`` names. Raises TargetError."""
     if text.startswith("hf:"):
         return _tiny(text, options)
+    if (file := gguf_file(text)) is not None:
+        return _gguf(text, file, options)
     path, colon, factory = text.rpartition(":")
     if colon and path.endswith(".py"):
         return _from_file(text, Path(path), factory, options)
@@ -132,6 +137,32 @@ def _checkpoint(text: str, options: Options) -> Target:
     except Exception as error:
         raise TargetError(found=text, why=f"it could not be loaded ({type(error).__name__}: {_first_line(error)})") from error
     return _language_model(text, model, options)
+
+
+def _gguf(text: str, file: Path, options: Options) -> Target:
+    """Load a GGUF file, its weights decoded to float32 unless a dtype is asked for."""
+    require_transformers(text)
+    require_readers(text)
+    from transformers import AutoModelForCausalLM
+
+    if not file.is_file():
+        raise TargetError(found=text, why="there is no such file")
+    try:
+        with quiet(), silent_bars():
+            model = AutoModelForCausalLM.from_pretrained(
+                file.parent, gguf_file=file.name, dtype=options.dtype or torch.float32, attn_implementation=options.attention,
+                local_files_only=True,
+            )
+    except Exception as error:
+        raise TargetError(found=text, why=f"it could not be loaded ({type(error).__name__}: {_first_line(error)})") from error
+    return _language_model(text, model, options)
+
+
+@contextlib.contextmanager
+def silent_bars() -> Iterator[None]:
+    """Without the progress bar that transformers draws while it decodes a GGUF file, whatever its verbosity."""
+    with mock.patch("transformers.modeling_gguf_pytorch_utils.tqdm", lambda items, **named: items, create=True):
+        yield
 
 
 def _language_model(text: str, model: Any, options: Options) -> Target:

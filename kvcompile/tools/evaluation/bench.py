@@ -154,7 +154,8 @@ class Bench:
             same += ours.argmax(-1) == theirs.argmax(-1)
         counts = [self.subject.count_bytes(row, tail) for row in ids.tolist()]
         bits = [value / math.log(2) / count for value, count in zip(nats.tolist(), counts, strict=True)]
-        return Text(length, tuple(bits), tuple((kl / tail).tolist()), tuple(same.tolist()), tail)
+        kinds = self.subject.kinds(length, tail, len(ids)) if self.subject.spans else ()
+        return Text(length, tuple(bits), tuple((kl / tail).tolist()), tuple(same.tolist()), tail, kinds)
 
     def _answers(self, model: Any, length: int, label: str) -> list[Answer]:
         questions, done = self.questions[length], 0

@@ -16,6 +16,7 @@ class Text:
 
     ``bits``: per byte. ``kl``: nats per token, from the uncompressed model.
     ``same``: of ``predictions``, those with the same likeliest token as the uncompressed model.
+    ``kinds``: prose, code and the like; none in a run that did not tell texts apart.
     """
 
     length: int
@@ -23,6 +24,7 @@ class Text:
     kl: tuple[float, ...]
     same: tuple[int, ...]
     predictions: int
+    kinds: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,18 @@ class Measured:
     def agreement(self) -> Share:
         """Share of predictions with the uncompressed model's likeliest token."""
         return Share(sum(sum(text.same) for text in self.texts), sum(text.predictions * len(text.same) for text in self.texts))
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds of the texts, in order."""
+        return tuple(dict.fromkeys(kind for text in self.texts for kind in text.kinds))
+
+    def figures(self, name: str, kind: str, length: int | None = None) -> list[float]:
+        """Return ``bits`` or ``kl`` of each text of a kind, of one length where it is given."""
+        return [
+            value for text in self.texts if length in {None, text.length}
+            for value, its in zip(getattr(text, name), text.kinds, strict=False) if its == kind
+        ]
 
     @property
     def cache_bytes(self) -> int:

@@ -55,6 +55,20 @@ class Question:
 
 
 @dataclass(frozen=True)
+class Span:
+    """Units ``start`` to ``stop`` of a filler, which are of one ``kind`` of text."""
+
+    kind: str
+    start: int
+    stop: int
+
+    @classmethod
+    def whole(cls, filler: Sequence[int] | np.ndarray, kind: str = "text") -> Span:
+        """Return the span of a filler that is of one kind."""
+        return cls(kind, 0, len(filler))
+
+
+@dataclass(frozen=True)
 class Subject:
     """A model and everything needed to evaluate it.
 
@@ -62,6 +76,7 @@ class Subject:
     ``cache``: returns an empty cache for a number of tokens.
     ``positions``: the most tokens that the model supports, None if it does not say.
     ``trained``: tasks whose wording the model was trained on.
+    ``spans``: kinds of text in the filler; none where it is of one kind.
     """
 
     name: str
@@ -75,6 +90,7 @@ class Subject:
     cache: Callable[[int], Any]
     positions: int | None = None
     trained: tuple[str, ...] = ()
+    spans: tuple[Span, ...] = ()
 
     @property
     def unit(self) -> str:
@@ -109,16 +125,34 @@ class Subject:
         return made
 
     def texts(self, length: int, tail: int, rows: int) -> torch.Tensor:
-        """Return ids [rows, start + length + tail] of parts of the text, spread over it evenly. Raises BadEvaluation."""
-        whole = length + tail
-        if len(self.filler) < whole:
+        """Return ids [rows, start + length + tail] of parts of the text: kinds in turn, and those of a kind as far apart as they can be.
+
+        Raises BadEvaluation where no kind has ``length + tail`` units.
+        """
+        whole, spans = length + tail, self._long_spans(length + tail)
+        parts = []
+        for row in range(rows):
+            span = spans[row % len(spans)]
+            # Texts of this kind: every len(spans)-th row.
+            stride = (span.stop - span.start - whole) // len(range(row % len(spans), rows, len(spans)))
+            first = span.start + row // len(spans) * stride
+            parts.append([*self.start, *(int(item) for item in self.filler[first : first + whole])])
+        return torch.tensor(parts, device=self.device)
+
+    def kinds(self, length: int, tail: int, rows: int) -> tuple[str, ...]:
+        """Return the kind of each row of ``texts``."""
+        spans = self._long_spans(length + tail)
+        return tuple(spans[row % len(spans)].kind for row in range(rows))
+
+    def _long_spans(self, whole: int) -> list[Span]:
+        """Return the spans that hold a text of ``whole`` units; the filler as one where none does alone; raises BadEvaluation."""
+        found = [span for span in self.spans if span.stop - span.start >= whole]
+        if not found and len(self.filler) < whole:
             raise BadEvaluation(
                 setting="the text", expected=f"{whole:,} {self.unit} long at least", found=f"{len(self.filler):,}",
                 todo="pass --data with more text, or smaller --lengths",
             )
-        stride = (len(self.filler) - whole) // rows
-        parts = [[*self.start, *(int(item) for item in self.filler[row * stride : row * stride + whole])] for row in range(rows)]
-        return torch.tensor(parts, device=self.device)
+        return found or [Span.whole(self.filler)]
 
     def count_bytes(self, row: Sequence[int], tail: int) -> int:
         """Return the number of UTF-8 bytes of the last ``tail`` ids of a row."""

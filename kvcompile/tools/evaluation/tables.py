@@ -55,6 +55,23 @@ def summary_table(results: Results) -> Table:
     return table
 
 
+def kind_table(results: Results) -> Table:
+    """Return a table of KL by scheme, length of prompt and kind of text, with the worst text of each."""
+    table = _table(
+        "KL in nats a token by kind of text", "mean over the texts of a kind and length, and the largest of one text in brackets",
+    )
+    table.add_column("scheme")
+    table.add_column(results.config["unit"], justify="right")
+    for kind in results.reference.kinds:
+        table.add_column(kind, justify="right")
+    for row in results.schemes:
+        for number, length in enumerate(results.lengths):
+            found = [row.figures("kl", kind, length) for kind in results.reference.kinds]
+            cells = (f"{mean(values):.2g} [dim]({max(values):.2g})[/]" if values else "" for values in found)
+            table.add_row("" if number else escape(row.scheme), f"{length:,}", *cells)
+    return table
+
+
 def cell(share: Share) -> Text:
     """Return one cell of a heatmap: right answers of questions, coloured; empty without questions."""
     if not share.trials:

@@ -1,0 +1,48 @@
+"""Corpus: text of several kinds to evaluate a model on, taken from the running Python where the user names no files."""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+DOCUMENT = "specialnames"
+"""The longest chapter of the language reference, 62 kB: one subject over more tokens than a long prompt has."""
+MODULES = (
+    "argparse.py", "asyncio/base_events.py", "calendar.py", "configparser.py", "decimal.py", "difflib.py", "fractions.py", "heapq.py",
+    "http/client.py", "inspect.py", "ipaddress.py", "json/decoder.py", "pathlib.py", "pickle.py", "statistics.py", "subprocess.py",
+    "tarfile.py", "textwrap.py", "turtle.py", "zipfile.py",
+)
+"""Modules of the standard library; one that a version of Python lacks is left out."""
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A text and its kind."""
+
+    kind: str
+    text: str
+
+
+def own_passages() -> tuple[Passage, ...]:
+    """Return prose, code and one long document: chapters of the language reference and modules of the standard library."""
+    from pydoc_data.topics import topics
+
+    prose = "\n\n".join(topics[name] for name in sorted(topics) if name != DOCUMENT)
+    library = Path(sysconfig.get_paths()["stdlib"])
+    found = [library / name for name in MODULES if (library / name).is_file()] or list((library / "pathlib").glob("*.py"))
+    code = "\n\n".join(path.read_text(encoding="utf-8") for path in found)
+    return Passage("prose", prose), Passage("code", code), Passage("document", topics[DOCUMENT])
+
+
+def file_passages(paths: Sequence[Path], texts: Sequence[str]) -> tuple[Passage, ...]:
+    """Return each file's text as a kind of its own, named for the file."""
+    return tuple(Passage(path.stem, text) for path, text in zip(paths, texts, strict=True))
+
+
+def fingerprint(passages: Sequence[Passage]) -> str:
+    """Return the first 16 hex digits of the SHA-256 of all texts: runs over equal texts have equal ones."""
+    whole = hashlib.sha256("\0".join(passage.text for passage in passages).encode())
+    return whole.hexdigest()[:16]
