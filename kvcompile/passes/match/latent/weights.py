@@ -10,7 +10,7 @@ from kvcompile.passes.match.sites import Miss, Projection, WeightDim
 
 
 def projection(weight: ProjectionOperand, heads: int, head: np.ndarray, channel: np.ndarray, inner: int, count: int) -> Projection:
-    """Return the projection whose samples make ``channel`` (of ``count``) of ``head`` (of ``heads``).
+    """Return the projection by a weight, from samples of it, their ``head`` (of ``heads``) and their ``channel`` (of ``count``).
 
     Heads that share a matrix count as one. Raises Miss where the weight does not hold a matrix for each head.
     """

@@ -143,7 +143,10 @@ def _sum(expr: Expr, sign: int, form: LinearForm, atoms: list[tuple[int, Expr]])
 
 
 def _limit(atoms: list[tuple[int, Expr]], form: LinearForm, wanted: int, offset: Any, effects: Effects) -> Limit:
-    """Return the limit of ``position <= atoms + form``: a tensor of positions, the query's own index or a constant; raises _Carried."""
+    """Return the limit of ``position <= atoms + form``: a tensor of positions, the query's own index or a constant; raises _Carried.
+
+    ``wanted``: the sign that the limit's terms have in the comparison.
+    """
     own = form.of("S") * wanted
     offset, amount = _split(offset)
     if any(form.of(axis) for axis in ("B", "H", "K", "G")):

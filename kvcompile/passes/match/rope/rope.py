@@ -245,7 +245,7 @@ def _traced(expansion: _Expansion, pairs: list[list[tuple[_Product, int]]]) -> d
 
 
 def _common_bases(expansion: _Expansion, pairs: list[list[tuple[_Product, int]]], outer: int, width: int) -> list[int]:
-    """Return the values in both terms of every rotated sample: the keys, or the angles where one value holds both tables."""
+    """Return the indices of bases in both terms of every rotated sample: the keys, or the angles where one value holds both tables."""
     traced = _traced(expansion, pairs)
     common: set[int] | None = None
     for row, found in enumerate(pairs):
