@@ -150,8 +150,8 @@ class Compilation:
                 Stage.CAPTURE, "gradients are on, and a compressed cache has none", "the call of the compiled model",
                 advice="call it under torch.no_grad() or torch.inference_mode()",
             ))
-        settled = f"{self.inner.mode}:{self.inner.options}"
-        key = call_key(self.gm, self.examples, handles.is_handle, settled)
+        options = f"{self.inner.mode}:{self.inner.options}"
+        key = call_key(self.gm, self.examples, handles.is_handle, options)
         if key is not None and (known := self._known(key)) is not None:
             self.report.pass_seconds = time.perf_counter() - started
             return known
@@ -160,13 +160,13 @@ class Compilation:
         except Exception as error:
             log.debug("capture failed", exc_info=True)
             return self._unchanged(_fault(Stage.CAPTURE, "retraced", error))
-        floats.settle(captured)
+        floats.require_constants(captured)
         try:
             matched = match(captured)
             self.effects = matched.effects
             planned = self._validated(captured, matched, plan(matched, self.policy))
             # Two models of equal shapes get different keys: a CUDA graph contains the addresses of one model's parameters.
-            salt = f"{settled}:{identities(self.examples)}"
+            salt = f"{options}:{identities(self.examples)}"
             variants = Variants(captured, planned, matched.effects, self.inner, self.memory.compiled, self.policy.spec(), salt)
             if planned.sites:
                 variants.rewritten(Variant.PAST)

@@ -17,7 +17,7 @@ from kvcompile.lowering.gluon.eligibility import Choice, choosing
 from kvcompile.lowering.graph_cache import fingerprint
 from kvcompile.lowering.host.inductor_entry import uncached
 from kvcompile.passes.capture.capture import Captured, Input
-from kvcompile.passes.capture.floats import settled
+from kvcompile.passes.capture.floats import constant_floats
 from kvcompile.passes.graph.dynamo import compile_lock
 from kvcompile.passes.graph.effects import Effects
 from kvcompile.passes.graph.late_guards import Beliefs
@@ -72,7 +72,7 @@ class InnerCompiler:
         """Return ``module`` compiled for inputs like ``inputs``; ``constant``: inputs that are the same tensor in every call, by index."""
         started = time.perf_counter()
         try:
-            with settled(module.graph, fake_mode):
+            with constant_floats(module.graph, fake_mode):
                 return compile_graph(
                     module, inputs, fake_mode, self.settings, mode=self.mode, options=self.options, plan=key, replayed=replayed,
                     constant=constant,

@@ -52,18 +52,18 @@ def settings(case: Case) -> Callable[[Any], dict[str, Any]]:
 
     def sizes(config: Any) -> dict[str, Any]:
         known, dim = config.to_dict(), int(case.head_dim)
-        settled: dict[str, Any] = {name: WINDOW for name in WINDOWS if isinstance(known.get(name), int)}
+        given: dict[str, Any] = {name: WINDOW for name in WINDOWS if isinstance(known.get(name), int)}
         if "attention_multiplier" in known:
             # As Granite's checkpoints have it. With the default, 1, one key takes all weight and the logits depend on rounding.
-            settled["attention_multiplier"] = 1 / dim
+            given["attention_multiplier"] = 1 / dim
         if "kv_lora_rank" in known:
-            return settled | {"kv_lora_rank": dim, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "v_head_dim": 64}
+            return given | {"kv_lora_rank": dim, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "v_head_dim": 64}
         if "d_kv" in known:
-            return settled | {"d_kv": dim}
+            return given | {"d_kv": dim}
         if "head_dim" in known:
             extra = {"v_head_dim": dim} if "v_head_dim" in known else {}
-            return settled | {"head_dim": dim} | extra
-        return settled | {name: 4 * dim for name in (*WIDTHS, "word_embed_proj_dim") if isinstance(known.get(name), int)}
+            return given | {"head_dim": dim} | extra
+        return given | {name: 4 * dim for name in (*WIDTHS, "word_embed_proj_dim") if isinstance(known.get(name), int)}
 
     return sizes
 

@@ -112,8 +112,8 @@ class ModelTables:
     @functools.cached_property
     def digest(self) -> str:
         """Return a hash of the contents, 16 hex digits."""
-        told = [(path, site.key.digest, site.value.digest) for path, site in sorted(self.sites.items())]
-        return hashlib.sha256(repr((told, self.fingerprint, self.group)).encode()).hexdigest()[:16]
+        digests = [(path, site.key.digest, site.value.digest) for path, site in sorted(self.sites.items())]
+        return hashlib.sha256(repr((digests, self.fingerprint, self.group)).encode()).hexdigest()[:16]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ModelTables) and self.digest == other.digest

@@ -26,7 +26,7 @@ LIFT = 24
 EVEN, TURNS = 1e-6, 32
 """What is added to every eigenvalue, of their sum; steps of orthogonal iteration."""
 
-ROUNDS, STEPS = 5, 8
+ROUNDS, ITERATIONS = 5, 8
 """Steps afterwards, each round of them followed by one that only tightens, which keeps their rounding errors from growing."""
 
 
@@ -59,7 +59,7 @@ def leading_projector(gram: torch.Tensor, rank: int) -> torch.Tensor:
     # No eigenvalue is beyond the largest row sum.
     size = gram.abs().sum(-1).amax(-1)[..., None, None]
     found = gram / torch.where(size == 0, 1, size)
-    for first in (LIFT, *[STEPS] * (ROUNDS - 1)):
+    for first in (LIFT, *[ITERATIONS] * (ROUNDS - 1)):
         for _ in range(first):
             low = found.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None] < rank
             # x^2 + 2 (x - x^2) where the trace is to grow.

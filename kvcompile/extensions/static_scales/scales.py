@@ -91,8 +91,8 @@ class ModelScales:
     @functools.cached_property
     def digest(self) -> str:
         """Return a hash of the contents, 16 hex digits."""
-        told = [(path, site.key.digest, site.value.digest) for path, site in sorted(self.sites.items())]
-        return hashlib.sha256(repr((told, self.fingerprint)).encode()).hexdigest()[:16]
+        digests = [(path, site.key.digest, site.value.digest) for path, site in sorted(self.sites.items())]
+        return hashlib.sha256(repr((digests, self.fingerprint)).encode()).hexdigest()[:16]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ModelScales) and self.digest == other.digest

@@ -149,11 +149,11 @@ def own_rows(plane: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
     return torch.where(most | last, plane, plane - before)[0, :, :, 0]
 
 
-def added_up(told: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> torch.Tensor:
+def added_up(planes: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> torch.Tensor:
     """One plane of one kv head of several on one device, each less what it held ``before`` it was its own; waits for nothing."""
     with torch.no_grad():
-        most, last = _kinds(told[0][0].device)
-        joined = torch.cat([own_rows(plane, before).flatten(0, 1) for plane, before in told])
+        most, last = _kinds(planes[0][0].device)
+        joined = torch.cat([own_rows(plane, before).flatten(0, 1) for plane, before in planes])
         # What is infinite in a last step must not become no number.
         summed = torch.where(most, joined.amax(0), torch.where(last, 0, joined).sum(0))
         return summed[None, None, None, None]

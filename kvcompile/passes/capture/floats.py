@@ -25,7 +25,7 @@ KEEPS = frozenset({"mul", "mul_", "div", "div_", "add", "add_", "sub", "sub_"})
 """Operators on tensors that a symbolic float may be an operand of."""
 
 
-def settle(captured: Captured) -> None:
+def require_constants(captured: Captured) -> None:
     """Raise TensorifyScalarRestartAnalysis, which makes Dynamo begin again, where floats must be constants that are symbols yet."""
     kept = _kept(captured.graph)
     names = {name for name in _floats(captured.fake_mode) if name not in kept and not TensorifyState.should_specialize(name)}
@@ -36,7 +36,7 @@ def settle(captured: Captured) -> None:
 
 
 @contextmanager
-def settled(graph: fx.Graph, fake_mode: Any) -> Iterator[None]:
+def constant_floats(graph: fx.Graph, fake_mode: Any) -> Iterator[None]:
     """Let torch compile a graph after Dynamo was done with it: the floats that it does not have as symbols are constants, with a guard.
 
     Where Dynamo listens nothing changes.

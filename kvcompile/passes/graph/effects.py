@@ -15,7 +15,7 @@ from torch import fx
 
 from kvcompile.passes.graph.dynamo import OpOverload, is_wrapper, shares_memory
 from kvcompile.passes.graph.operators import COPIES, SIZES, SPLITS
-from kvcompile.passes.graph.pullback import STEPS
+from kvcompile.passes.graph.pullback import PULLBACKS
 from kvcompile.passes.graph.shapes import AS_WRITTEN, is_tensor, op_name, value_of
 
 
@@ -54,7 +54,7 @@ def view_parent(node: fx.Node) -> fx.Node | None:
         return None
     if not is_tensor(first):
         return None
-    if name in STEPS or name in COPIES:
+    if name in PULLBACKS or name in COPIES:
         return first
     return first if gives_view(node) else None
 

@@ -204,7 +204,7 @@ MAPS: dict[Kind, Callable[[fx.Node, Coords], Step | None]] = {
 }
 """The map of coordinates of each kind of view."""
 
-STEPS: dict[str, Callable[[fx.Node, Coords], Step | None]] = {
+PULLBACKS: dict[str, Callable[[fx.Node, Coords], Step | None]] = {
     **{name: MAPS[kind] for name, kind in KINDS.items() if kind in MAPS}, **dict.fromkeys(IN_PLACE, _written), "getitem": _getitem,
 }
 
@@ -247,7 +247,7 @@ def step(node: fx.Node, coords: Coords, through_joins: bool = False, scales: boo
         return scaled[0], coords
     if name in JOINS:
         return _joined(node, coords) if through_joins else None
-    handler = STEPS.get(name)
+    handler = PULLBACKS.get(name)
     return handler(node, coords) if handler is not None else None
 
 

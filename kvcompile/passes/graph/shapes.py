@@ -64,7 +64,7 @@ def negative(size: Any) -> bool:
     return size < 0 if isinstance(size, int) else not at_most(0, size) and bool(size < 0)
 
 
-def settled(size: Any) -> int:
+def fixed_by_guard(size: Any) -> int:
     """A size that must be a number as the one that it was in the captured call, which a guard holds from here on."""
     return int(size)
 

@@ -24,7 +24,7 @@ from kvcompile.passes.graph.dynamo import ValueRanges, bound_sympy
 Values = dict[Any, int]
 """A number for each symbol."""
 
-STEPS = (3, 5, 7, 11, 13, -1, -2, -3, 1, 2, 4, 8, 16, 32, 64, 128, -4, -5, -7, -8, -16, -32, -64)
+SIZE_OFFSETS = (3, 5, 7, 11, 13, -1, -2, -3, 1, 2, 4, 8, 16, 32, 64, 128, -4, -5, -7, -8, -16, -32, -64)
 """By how much a symbol is moved, in the order of trying; multiples of powers of two, since guards ask for divisibility by those."""
 
 TRIED = 1500
@@ -66,12 +66,12 @@ def inside(world: Mapping[Any, int]) -> Iterator[None]:
 class Guards:
     """The guards on a graph's symbols: their ranges, and what was asked of them.
 
-    ``told``: what each int in a guard is taken for. ``demands``: pairs of sizes that are equal in every call that runs at all, since an
+    ``resize``: what each int in a guard is taken for. ``demands``: pairs of sizes that are equal in every call that runs at all, since an
     operator raises where they are not, though no guard says so.
     """
 
-    def __init__(self, env: Any, told: Callable[[int], int] | None = None, demands: Iterable[tuple[Any, Any]] = ()) -> None:
-        self.env, self.told = env, told
+    def __init__(self, env: Any, resize: Callable[[int], int] | None = None, demands: Iterable[tuple[Any, Any]] = ()) -> None:
+        self.env, self.resize = env, resize
         self.ranges = dict(env.var_to_range) if env is not None else {}
         asked = [guard.expr for guard in env.guards] if env is not None else []
         asked += [sympy.Eq(_expr(one), _expr(other)) for one, other in demands]
@@ -100,11 +100,11 @@ class Guards:
         """The smallest value of a range."""
         if not bounds.lower.is_Integer:
             return 0
-        return int(bounds.lower) if self.told is None else self.told(int(bounds.lower))
+        return int(bounds.lower) if self.resize is None else self.resize(int(bounds.lower))
 
     def most(self, bounds: Any) -> Any:
         """The largest value of a range, without end where it has none."""
-        return self.told(int(bounds.upper)) if self.told is not None and bounds.upper.is_Integer else bounds.upper
+        return self.resize(int(bounds.upper)) if self.resize is not None and bounds.upper.is_Integer else bounds.upper
 
     def single(self, symbols: Iterable[Any]) -> set[Any]:
         """The symbols of which it can be proved that they have one value; what is known of one is used for the others."""
@@ -147,9 +147,9 @@ class Guards:
 
     def _expression(self, guard: Any) -> Any:
         guard = self.env.replace(guard)
-        if self.told is None:
+        if self.resize is None:
             return guard
-        return guard.xreplace({item: sympy.Integer(self.told(int(item))) for item in guard.atoms(sympy.Integer)})
+        return guard.xreplace({item: sympy.Integer(self.resize(int(item))) for item in guard.atoms(sympy.Integer)})
 
 
 def _expr(size: Any) -> Any:
@@ -206,7 +206,7 @@ def neighbors(guards: Guards, values: Values, symbol: Any) -> Iterator[tuple[Val
     groups += [dict.fromkeys(pair, 1) for pair in itertools.combinations(others, 2)]
     unique = [dict(group) for group in dict.fromkeys(frozenset(group.items()) for group in groups)]
     # Every group by a step or two first: a program may run with none of the ways in which one symbol moves.
-    for steps, group in itertools.product((STEPS[:2], STEPS[2:]), unique):
+    for steps, group in itertools.product((SIZE_OFFSETS[:2], SIZE_OFFSETS[2:]), unique):
         for step in steps:
             changed = {symbol: 1, **group}
             yield {**values, **{item: values[item] + sign * step for item, sign in changed.items()}}, set(changed)

@@ -429,8 +429,8 @@ def match(captured: Captured) -> Matched:
     parted = memories.part(captured, ATTENTIONS)
     effects = analyse(captured.graph)
     first, *others = in_every_world(captured.graph, lambda: _matched(captured, parted, effects))
-    told = [{site.attention.output: facts(site) for site in other.sites} for other in others]
-    disagreed = [site for site in first.sites if any(there.get(site.attention.output) != facts(site) for there in told)]
+    facts_of_others = [{site.attention.output: facts(site) for site in other.sites} for other in others]
+    disagreed = [site for site in first.sites if any(there.get(site.attention.output) != facts(site) for there in facts_of_others)]
     if not disagreed:
         return first
     roots = {slot.root for site in disagreed for slot in site.slots}

@@ -129,7 +129,7 @@ def _inside(user: fx.Node, nodes: set[fx.Node], depth: int = 6) -> bool:
     return all(_inside(item, nodes, depth - 1) for item in user.users)
 
 
-def settled(node: fx.Node, reader: fx.Node, effects: Effects, known: Collection[fx.Node] = ()) -> bool:
+def unchanged_since(node: fx.Node, reader: fx.Node, effects: Effects, known: Collection[fx.Node] = ()) -> bool:
     """Return whether neither ``node`` nor any tensor that it is computed from is written to in place before it is read.
 
     ``reader`` is the node that reads ``node``; tensors in ``known`` are not checked.

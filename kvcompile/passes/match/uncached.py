@@ -86,8 +86,8 @@ def find(captured: Captured) -> Uncached:
     """Return the attentions without a cache of a captured graph; refused are those that differ between worlds of its sizes."""
     effects = analyse(captured.graph)
     first, *others = in_every_world(captured.graph, lambda: _found(captured, effects))
-    told = [{site.attention.output: facts(site) for site in other.sites} for other in others]
-    refused = [site for site in first.sites if any(there.get(site.attention.output) != facts(site) for there in told)]
+    facts_of_others = [{site.attention.output: facts(site) for site in other.sites} for other in others]
+    refused = [site for site in first.sites if any(there.get(site.attention.output) != facts(site) for there in facts_of_others)]
     refusals = [refuse(Miss(DISAGREED, site.attention.output, advice=ADVICE), site.attention.output) for site in refused]
     return Uncached(tuple(site for site in first.sites if site not in refused), (*first.refusals, *refusals), effects)
 

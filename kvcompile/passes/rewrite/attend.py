@@ -6,7 +6,7 @@
     v = index_copy(value_cache, 2, pos, new_v)    append(new_v, value_planes, pos, "int4")
     out = sdpa(q, k, v, attn_mask=j <= pos)  ->   out = attend(q, key_planes, value_planes, hi=pos, ..., "int4", "int4")
 
-Which tokens each query attends to is worked out over the tokens as the model reads them, then taken through ``STEPS`` to
+Which tokens each query attends to is worked out over the tokens as the model reads them, then taken through ``VISIBILITY_STEPS`` to
 the order in which the store has them.
 """
 
@@ -164,7 +164,7 @@ def _operands(shared: Shared, emit: Emitter, item: SitePlan, source: Sources) ->
         seen = within_length(shared.context, emit, item, seen)
         q = q if seen.hi is None else seeing(emit, item, q, seen.hi, shared.planes, shared.appends.positions)
         q = in_order(emit, item, q, shared.planes)
-    for step in STEPS:
+    for step in VISIBILITY_STEPS:
         seen = step(shared, emit, item, source, seen)
     return [
         q, source.keys, source.values, seen.hi, seen.lo, seen.keep, seen.bias, sinks_of(emit, item), *source.schemes,
@@ -207,7 +207,7 @@ def _in_slot_order(shared: Shared, emit: Emitter, item: SitePlan, source: Source
     return shared.sliding.in_slot_order(emit, item, seen, device_of(item)) if _reads_slots(shared, item, source) else seen
 
 
-STEPS: tuple[Callable[[Shared, Emitter, SitePlan, Sources, Visibility], Visibility], ...] = (
+VISIBILITY_STEPS: tuple[Callable[[Shared, Emitter, SitePlan, Sources, Visibility], Visibility], ...] = (
     _from_padding, _in_slot_order,
 )
 """What takes a mask over the tokens that the model reads to one over the places of the store, in order."""

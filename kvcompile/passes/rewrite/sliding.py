@@ -45,7 +45,7 @@ class SlidingCaches:
                 self.cursors[sliding.slots] = self.graph.placeholder(f"kv_cursor_{sliding.slots}")
         return self.cursors[sliding.slots]
 
-    def settle(self) -> tuple[int, ...]:
+    def finalize(self) -> tuple[int, ...]:
         """Move the cursors behind the planes; the numbers of slots of their caches, in order."""
         for node in self.cursors.values():
             [item for item in self.graph.nodes if item.op == "placeholder"][-1].append(node)

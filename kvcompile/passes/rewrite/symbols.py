@@ -68,7 +68,7 @@ class Symbols:
                 self.extra[symbol] = self.graph.placeholder(f"kv_size_{symbol}")
         return self.extra[symbol]
 
-    def settle(self) -> tuple[Any, ...]:
+    def finalize(self) -> tuple[Any, ...]:
         """Move the inputs made here behind all others, and make those that sizes of the graph need; their symbols, in order.
 
         Inductor reads a symbol from an input that is that symbol, or from a tensor that has it as a size. One that was only

@@ -40,13 +40,13 @@ def _other_store(expected: StoreSpec, found: StoreSpec | None, where: str) -> Sc
             expected=f"{expected.slot.role.value}s", found=f"that of {found.slot.role.value}s", scheme=expected.scheme.display_name(),
             where=where
         )
-    told = [spec.scheme.display_name() for spec in (expected, found)]
-    if told[0] == told[1]:
-        told = [
+    names = [spec.scheme.display_name() for spec in (expected, found)]
+    if names[0] == names[1]:
+        names = [
             f"{text} of {slot.heads} heads of {slot.head_dim} channels in {str(slot.dtype).removeprefix('torch.')}"
-            for text, slot in zip(told, (expected.slot, found.slot), strict=True)
+            for text, slot in zip(names, (expected.slot, found.slot), strict=True)
         ]
-    return SchemeChanged(expected=told[0], found=told[1], where=where)
+    return SchemeChanged(expected=names[0], found=names[1], where=where)
 
 
 class States:

@@ -27,7 +27,8 @@ def run(arguments: argparse.Namespace) -> int:
     found: list[Calibration] = []
     scheme = calibrate(
         model, batches(known[: arguments.sequences], tokens, arguments.batch), arguments.scheme, granularity=arguments.granularity,
-        percentile=arguments.percentile, margin=arguments.margin, validation=batches(held_out, tokens, arguments.batch), told=found.append,
+        percentile=arguments.percentile, margin=arguments.margin, validation=batches(held_out, tokens, arguments.batch),
+        report=found.append,
     )
     save_scales(scheme, arguments.out, {"data": ", ".join(path.name for path in arguments.data)})
     console = Console(stderr=True)

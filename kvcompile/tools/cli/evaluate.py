@@ -159,8 +159,8 @@ def show(results: Results, arguments: argparse.Namespace, base: str | None) -> N
     if arguments.plot is not None:
         for name in constant(results):
             shown.print(f"{name}: all tokens have the same bits, so --plot has no picture of it", markup=False, style="dim")
-        told = f"widths and importance are drawn in {drawn}" if drawn else "nothing is drawn: no token of a cache changed its width"
-        shown.print(told, markup=False)
+        line = f"widths and importance are drawn in {drawn}" if drawn else "nothing is drawn: no token of a cache changed its width"
+        shown.print(line, markup=False)
     for row in results.schemes:
         if not row.dense_bytes:
             shown.print(f"{row.scheme}: no attention over a cache was rewritten, so nothing was compressed", markup=False, style="yellow")

@@ -70,7 +70,7 @@ def _learn(arguments: argparse.Namespace, scheme: Beyond, settings: LearnSetting
     found: list[Learned] = []
     learned = learn(
         model, batches(training[mine], tokens, arguments.micro), scheme, validation=batches(held_out[mine], tokens, arguments.micro),
-        settings=settings, run=arguments.folder, resume=arguments.resume, told=found.append,
+        settings=settings, run=arguments.folder, resume=arguments.resume, report=found.append,
     )
     if processes.rank() == 0:
         save_tables(learned, arguments.out, {"data": ", ".join(path.name for path in arguments.data)})

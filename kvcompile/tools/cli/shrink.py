@@ -90,9 +90,9 @@ def small_sizes(config: Any, layers: int = LAYERS) -> dict[str, Any]:
     return small
 
 
-def tiny_config(config: Any, layers: int = LAYERS, settled: Mapping[str, Any] | None = None) -> Any:
-    """Return a tiny configuration of the class of ``config``, with the values of ``settled`` fixed. Raises that class's exceptions."""
-    small = small_sizes(config, layers) | dict(settled or {})
+def tiny_config(config: Any, layers: int = LAYERS, given: Mapping[str, Any] | None = None) -> Any:
+    """Return a tiny configuration of the class of ``config``, with the values of ``given`` fixed. Raises that class's exceptions."""
+    small = small_sizes(config, layers) | dict(given or {})
     try:
         return type(config)(**small)
     except Exception as error:

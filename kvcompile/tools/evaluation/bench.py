@@ -70,10 +70,10 @@ QUICK = Effort(lengths=(600,), tail=32, questions=16, inner="eager", attention=F
 
 
 class Bench:
-    """A subject with its texts and questions, and the reference that schemes are compared with; ``told``: called with progress messages."""
+    """A subject with its texts and questions, and the reference that schemes are compared with; ``report``: called with messages."""
 
-    def __init__(self, subject: Subject, effort: Effort, told: Callable[[str], None] = lambda what: None) -> None:
-        self.subject, self.effort, self.told = subject, effort, told
+    def __init__(self, subject: Subject, effort: Effort, report: Callable[[str], None] = lambda what: None) -> None:
+        self.subject, self.effort, self.report = subject, effort, report
         names = effort.tasks or subject.trained or RULER
         depths = effort.depths or (None,)
         self.questions: dict[int, list[Question]] = {
@@ -131,7 +131,7 @@ class Bench:
 
     def _decoded(self, model: Any, owner: Backend, length: int, label: str) -> tuple[Text, Held, Adaptation | None]:
         """Return the figures of one length's texts, the bytes of their cache after decoding, and the widths of an adaptive scheme."""
-        self.told(f"{label}: texts of {length:,} {self.subject.unit}")
+        self.report(f"{label}: texts of {length:,} {self.subject.unit}")
         # An unreferenced cache that the collector has not freed would be counted too.
         gc.collect()
         cache = self.subject.cache(self.capacity)
@@ -160,21 +160,21 @@ class Bench:
     def _answers(self, model: Any, length: int, label: str) -> list[Answer]:
         questions, done = self.questions[length], 0
 
-        def told(count: int) -> None:
+        def report(count: int) -> None:
             nonlocal done
             done += count
-            self.told(f"{label}: {done} of {len(questions)} questions of {length:,} {self.subject.unit}")
+            self.report(f"{label}: {done} of {len(questions)} questions of {length:,} {self.subject.unit}")
 
         found = []
         for item, said in zip(questions, answers(
-            model, self.subject, questions, self.effort.batch, self.capacity, self.options, told,
+            model, self.subject, questions, self.effort.batch, self.capacity, self.options, report,
         ), strict=True):
             right, score = self.subject.rule.judge(item.task, item.expected, said)
             found.append(Answer(item.name, item.task, item.length, item.depth, item.expected, said, right, score))
         return found
 
     def _layers(self, scheme: object, paths: Sequence[str], label: str) -> tuple[Layer, ...]:
-        self.told(f"{label}: outputs of attention")
+        self.report(f"{label}: outputs of attention")
         return attention_errors(self.subject, scheme, paths, self.ids, self.capacity)
 
 

@@ -63,7 +63,7 @@ def greedy(
 
 def answers(
     model: Model, subject: Subject, questions: Sequence[Question], rows: int, capacity: int, options: dict[str, int],
-    told: Callable[[int], None] = lambda count: None,
+    report: Callable[[int], None] = lambda count: None,
 ) -> list[str]:
     """Return the model's answers to questions with prompts of one length, ``rows`` at a time; the last batch repeats its last question."""
     found: list[str] = []
@@ -74,5 +74,5 @@ def answers(
         count = max(item.answer_tokens for item in batch)
         said = greedy(model, prompts, count, subject.cache(capacity), options, lambda row: "\n" in subject.text(row).lstrip())
         found += [subject.text(row[: item.answer_tokens]) for item, row in zip(batch, said, strict=False)]
-        told(len(batch))
+        report(len(batch))
     return found

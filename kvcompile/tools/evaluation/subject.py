@@ -113,12 +113,12 @@ class Subject:
 
         ``options``: of the task's plan.
         """
-        told = "".join(f"/{name}={value}" for name, value in options.items())
+        spelled = "".join(f"/{name}={value}" for name, value in options.items())
         made = []
         for number in range(count):
             depth = depths[number % len(depths)]
             item = posed(task, number, length, self.writing, self.filler, seed=seed, depth=depth, room=self.room(length), **options)
-            name = f"{task}/{self.unit}={length}/depth={'drawn' if depth is None else f'{depth:g}'}/seed={seed}{told}/{number}"
+            name = f"{task}/{self.unit}={length}/depth={'drawn' if depth is None else f'{depth:g}'}/seed={seed}{spelled}/{number}"
             answer = len(self.writing.write(item.answer)) + (0 if self.rule is Rule.LINE else 8)
             asked = round(item.depth, 1) if depth is None else depth
             made.append(Question(name, task, length, asked, (*self.start, *item.prompt), item.answer.decode().strip(), answer))

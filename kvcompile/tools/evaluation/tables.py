@@ -185,29 +185,29 @@ def telemetry_table(rows: Sequence[Measured]) -> Table:
     table.add_column("")
     for row in shown:
         table.add_column(escape(row.scheme), justify="right", overflow="fold")
-    told = [row.telemetry for row in shown]
+    telemetry = [row.telemetry for row in shown]
 
     def quantiles(each: dict[str, float], name: str) -> str:
         found = (each.get(f"p{share}_{name}") for share in (50, 95))
         return "".join(f"{value:.2g}, " for value in found if value is not None)
 
-    table.add_row("head-steps", *(f"{each['head_steps']:,.0f}" for each in told))
-    promoted = (f"{each['keys'] / each['head_steps']:.1f}, {quantiles(each, 'keys')}".removesuffix(", ") for each in told)
+    table.add_row("head-steps", *(f"{each['head_steps']:,.0f}" for each in telemetry))
+    promoted = (f"{each['keys'] / each['head_steps']:.1f}, {quantiles(each, 'keys')}".removesuffix(", ") for each in telemetry)
     table.add_row("promoted keys", *promoted)
     for name in COLUMNS:
         label = name.replace("_", " ")
         if name.startswith("sum_"):
             figure = name.removeprefix("sum_")
-            bounds = (f"{each[name] / each['head_steps']:.2g}, {quantiles(each, figure)}{each['most_' + figure]:.2g}" for each in told)
+            bounds = (f"{each[name] / each['head_steps']:.2g}, {quantiles(each, figure)}{each['most_' + figure]:.2g}" for each in telemetry)
             table.add_row(figure.replace("_", " "), *bounds)
         elif name.startswith(("rung_", "cause_")) or name == "widened":
-            table.add_row(label, *(f"{each[name] / each['head_steps']:.2%}" for each in told))
+            table.add_row(label, *(f"{each[name] / each['head_steps']:.2%}" for each in telemetry))
         elif name in {"keys", "values", "explored"}:
-            table.add_row(f"{label} from originals", *(f"{each[name] / max(1.0, each['blocks']):.1%}" for each in told))
-        elif name.endswith("_found") and any(each[name] for each in told):
+            table.add_row(f"{label} from originals", *(f"{each[name] / max(1.0, each['blocks']):.1%}" for each in telemetry))
+        elif name.endswith("_found") and any(each[name] for each in telemetry):
             half = name.removesuffix("_found")
-            shares = (f"{each[name] / max(1.0, each[name] + each[half + '_fetched']):.1%}" for each in told)
+            shares = (f"{each[name] / max(1.0, each[name] + each[half + '_fetched']):.1%}" for each in telemetry)
             table.add_row(f"{half}s found in the scratch", *shares)
-        elif name.endswith("_bytes") and any(each[name] for each in told):
-            table.add_row(f"{label} over the bus", *(f"{each[name]:,.0f}" for each in told))
+        elif name.endswith("_bytes") and any(each[name] for each in telemetry):
+            table.add_row(f"{label} over the bus", *(f"{each[name]:,.0f}" for each in telemetry))
     return table

@@ -96,9 +96,9 @@ def _importance(part: Any, axes: Any, item: Adaptation) -> None:
     bar = part.colorbar(image, ax=axes, shrink=0.9, pad=0.01, aspect=30)
     bar.ax.tick_params(labelsize=7)
     bar.set_label("times the mean token's", fontsize=8)
-    told = " (cyan: widths were decided)" if item.decided else ""
+    note = " (cyan: widths were decided)" if item.decided else ""
     axes.set(title="importance, first text, mean of layers", xlabel="position")
-    axes.set_ylabel(f"decode step{told}", fontsize=8)
+    axes.set_ylabel(f"decode step{note}", fontsize=8)
     _small(axes)
 
 

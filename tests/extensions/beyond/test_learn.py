@@ -39,7 +39,7 @@ def learned(model: Any, settings: LearnSettings = EAGER, scheme: Beyond | None =
     """How learning went."""
     found: list[Learned] = []
     given = {"validation": words(2, seed=9), **given}
-    kvcompile.learn(model, given.pop("batches", words(8)), scheme or Beyond(2), settings=settings, quiet=True, told=found.append, **given)
+    kvcompile.learn(model, given.pop("batches", words(8)), scheme or Beyond(2), settings=settings, quiet=True, report=found.append, **given)
     return found[0]
 
 

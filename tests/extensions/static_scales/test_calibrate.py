@@ -69,7 +69,7 @@ def test_masked_tokens_do_not_count() -> None:
     batch = {"input_ids": WORDS, "attention_mask": keep}
     loud = {"input_ids": WORDS.where(keep.bool(), torch.tensor(63)), "attention_mask": keep}
     found: list[Calibration] = []
-    one, other = (kvcompile.calibrate(model, [each], granularity="head", told=found.append) for each in (batch, loud))
+    one, other = (kvcompile.calibrate(model, [each], granularity="head", report=found.append) for each in (batch, loud))
     assert scales_of(one).keys() == scales_of(other).keys() == set(llama_paths(2))
     assert found[0].tokens == int(keep.sum())
     for path, halves in scales_of(one).items():
@@ -99,7 +99,7 @@ def test_a_percentile_clips_its_share_and_a_margin_none() -> None:
     model, found = model_of("llama"), []
     batches, others = [WORDS], [torch.randint(1, 60, (2, 21), generator=torch.Generator().manual_seed(9))]
     for changes in ({}, {"percentile": 99.0}, {"margin": 2.0}, {"margin": 0.5}):
-        kvcompile.calibrate(model, batches, granularity="head", validation=others, told=found.append, **changes)
+        kvcompile.calibrate(model, batches, granularity="head", validation=others, report=found.append, **changes)
     plain, percentile, wide, narrow = (made.slots for made in found)
     assert all(slot.clipped == 0 for slot in (*plain, *wide))
     assert all(0.001 < slot.clipped <= 0.0101 for slot in percentile)
@@ -168,7 +168,7 @@ def test_texts_of_many_lengths_are_all_seen() -> None:
     model = model_of("llama")
     whole = [WORDS[:, :length] for length in range(2, 22)]
     found: list[Calibration] = []
-    made = kvcompile.calibrate(model, [words[:, :2] for words in whole[:1]] + whole[:-1] + [WORDS], granularity="head", told=found.append)
+    made = kvcompile.calibrate(model, [words[:, :2] for words in whole[:1]] + whole[:-1] + [WORDS], granularity="head", report=found.append)
     assert scales_of(made).keys() == set(llama_paths(2)) and all(slot.clipped == 0 for slot in found[0].slots)
     for halves, pair in zip(scales_of(made).values(), cached(model, WORDS), strict=True):
         for role, tokens in zip(Role, pair, strict=True):

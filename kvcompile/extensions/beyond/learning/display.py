@@ -18,9 +18,9 @@ class Display:
         bits = scheme.bits + 2 * 8 * scheme.scale_dtype.itemsize / scheme.group
         self.bar = Progress(
             TextColumn(f"{short_scheme(scheme)}, {bits:.2f} bits a value"), BarColumn(), MofNCompleteColumn(),
-            TextColumn("{task.fields[told]}"), TimeRemainingColumn(), console=Console(stderr=True), disable=quiet,
+            TextColumn("{task.fields[figures]}"), TimeRemainingColumn(), console=Console(stderr=True), disable=quiet,
         )
-        self.task = self.bar.add_task("learn", total=steps, told="")
+        self.task = self.bar.add_task("learn", total=steps, figures="")
 
     def __enter__(self) -> Display:
         self.bar.start()
@@ -31,5 +31,5 @@ class Display:
 
     def step(self, step: int, loss: float, best: float | None) -> None:
         """Show one step's loss, nats a token, and the best validation so far."""
-        told = f"loss {loss:.4f}" + (f", best validation {best:.4f}" if best is not None else "")
-        self.bar.update(self.task, completed=step, told=told)
+        figures = f"loss {loss:.4f}" + (f", best validation {best:.4f}" if best is not None else "")
+        self.bar.update(self.task, completed=step, figures=figures)

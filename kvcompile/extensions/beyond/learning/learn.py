@@ -67,7 +67,7 @@ def grouped(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:
 def learn(
     model: torch.nn.Module, batches: Iterable[Any], scheme: Beyond | None = None, *, validation: Sequence[Any] = (),
     settings: LearnSettings | None = None, loss: Loss | None = None, run: str | Path | None = None, resume: bool = False,
-    quiet: bool = False, told: Callable[[Learned], None] | None = None,
+    quiet: bool = False, report: Callable[[Learned], None] | None = None,
 ) -> Beyond:
     """Learn the tables of ``scheme`` for a causal model, its weights frozen; returns the scheme with the best ones, ready to serve.
 
@@ -75,7 +75,7 @@ def learn(
     sequences than ``settings.batch`` as pieces of one step. ``validation``: batches of the same kind, held out; the tables of its lowest
     loss are returned, and those at the end where it is empty. ``loss``: (model, batch) -> (sum, count), next-token loss by default.
     ``run``: a folder for log, checkpoints and pictures; ``resume``: go on from its checkpoint, with the same batches. Ctrl-C ends learning
-    and keeps the best. ``told`` is called with how it went. Under ``torchrun`` every process passes batches of its own.
+    and keeps the best. ``report`` is called with how it went. Under ``torchrun`` every process passes batches of its own.
     """
     scheme, settings = scheme or Beyond(), settings or LearnSettings()
     if scheme.trained:
@@ -84,8 +84,8 @@ def learn(
         raise BadLearnSetting(setting="run", expected="the folder to resume from", found=run)
     with frozen(model):
         made = _Loop(model, scheme, settings, loss or NextToken(model), run, resume, quiet).learn(batches, validation)
-    if told is not None:
-        told(made)
+    if report is not None:
+        report(made)
     return made.scheme
 
 

@@ -78,13 +78,13 @@ class Options:
 
 def calibrate(
     model: torch.nn.Module, batches: Iterable[Any], scheme: str = "int8", *, granularity: str | Extent = Extent.TENSOR,
-    percentile: float = 100.0, margin: float = 1.0, validation: Iterable[Any] = (), told: Callable[[Calibration], None] | None = None,
+    percentile: float = 100.0, margin: float = 1.0, validation: Iterable[Any] = (), report: Callable[[Calibration], None] | None = None,
 ) -> Calibrated:
     """Measure static scales of ``scheme`` (int8 or fp8) on a causal model; returns the scheme that has them, ready to serve.
 
     ``batches``: token ids [B, S], or mappings of the model's arguments; tokens that an ``attention_mask`` [B, S] masks do not count.
     ``granularity``: one scale for each layer and half (tensor), or for each kv head of it (head). A scale covers the largest magnitude, or
-    with ``percentile`` so many of a hundred values, times ``margin``; what lies beyond is clipped. ``told`` is called with what was found
+    with ``percentile`` so many of a hundred values, times ``margin``; what lies beyond is clipped. ``report`` is called with what was found
     and the share that is clipped of ``batches``, which are gone through twice then, and of ``validation``.
     """
     options = Options.of(scheme, granularity, percentile, margin)
@@ -94,9 +94,9 @@ def calibrate(
         seen = run.magnitudes(held, options.percentile < 100)
         scales = {slot: _scales(slot, found, options) for slot, found in seen.items()}
         made = _scheme(model, scales, options)
-        if told is not None:
+        if report is not None:
             own, others = run.clipped(held, scales, options), run.clipped(list(validation), scales, options)
-            told(Calibration(made, tuple(
+            report(Calibration(made, tuple(
                 SlotCalibration(
                     slot.path, slot.role, float(seen[slot].amax.amax()), scales[slot], own[slot].share,
                     others[slot].share if others[slot].values else None,

@@ -20,7 +20,7 @@ from kvcompile.passes.graph.operators import COPIES, SIZES, TURNS
 from kvcompile.passes.graph.shapes import bind, op_name, operand, rank, same_shape, sizes
 from kvcompile.passes.match.attention.products import Product, product
 from kvcompile.passes.match.attention.roles import Dims
-from kvcompile.passes.match.attention.steps import VIEWS, Scores, Term, viewed
+from kvcompile.passes.match.attention.steps import RESHAPES, Scores, Term, viewed
 from kvcompile.passes.match.attention.weights import masked
 from kvcompile.passes.match.sites import Miss
 
@@ -56,13 +56,13 @@ def behind(start: fx.Node, dims: Dims, state: Scores) -> Behind:
             if len(sides) == 1:
                 if not dropped:
                     raise Miss("the sinks' column is not dropped before the values", node, advice="drop it with probs[..., :-1]")
-                return Behind(tuple(path), found, sides[0], state.letters.settled(dims), tuple(zeroed))
+                return Behind(tuple(path), found, sides[0], state.letters.split_dims(dims), tuple(zeroed))
         name = op_name(user)
         path.append(user)
         zeros = masked(user)
         if name == "slice" and not dropped and _drops_sinks(user, state):
             dropped = True
-        elif name in VIEWS | TURNS:
+        elif name in RESHAPES | TURNS:
             dims = viewed(state.letters, dims, user)
         elif zeros is not None and zeros[0] is node and sizes(user) == sizes(node):
             zeroed.append((state.term(zeros[1], zeros[2], dims), node, dims))

@@ -17,7 +17,7 @@ from torch import fx
 from kvcompile.passes.graph.operators import COPIES, SIZES, TURNS
 from kvcompile.passes.graph.shapes import bind, is_tensor, op_name, operand, rank, sizes
 from kvcompile.passes.match.attention.roles import Dims
-from kvcompile.passes.match.attention.steps import VIEWS, Scores, viewed
+from kvcompile.passes.match.attention.steps import RESHAPES, Scores, viewed
 from kvcompile.passes.match.sites import MaskKind
 
 
@@ -68,7 +68,7 @@ def rescaled(log: fx.Node, dim: int, state: Scores, result: fx.Node, result_dims
         following, name = users[0], op_name(users[0])
         if name in COPIES - {"dropout"}:
             pass
-        elif name in VIEWS | TURNS:
+        elif name in RESHAPES | TURNS:
             dims = viewed(state.letters, dims, following)
         elif name == "sub" and sinks is None and following.args[0] is node and is_tensor(following.args[1]):
             if bind(following)["alpha"] != 1 or sizes(following) != sizes(node):
@@ -79,7 +79,7 @@ def rescaled(log: fx.Node, dim: int, state: Scores, result: fx.Node, result_dims
             done = True
         elif name == "mul" and done and sinks is not None:
             path = _to_result(following, node, result)
-            fits = path is not None and state.letters.settled(dims) == result_dims
+            fits = path is not None and state.letters.split_dims(dims) == result_dims
             return Rescaled(following, sinks, sink_dims, (*nodes, *path, following)) if fits and path is not None else None
         else:
             return None

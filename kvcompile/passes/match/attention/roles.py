@@ -39,13 +39,13 @@ class Letters:
         parts = self.parts.get(letter)
         return tuple(atom for part in parts for atom in self.atoms(part)) if parts else (letter,)
 
-    def settled(self, dims: Dims) -> Dims:
+    def split_dims(self, dims: Dims) -> Dims:
         """Return dims with every split letter replaced by its parts."""
         return tuple(tuple(atom for letter in dim for atom in self.atoms(letter)) for dim in dims)
 
     def reshaped(self, dims: Dims, before: tuple[int, ...], after: tuple[int, ...], node: fx.Node) -> Dims:
         """Return the dims after a reshape from sizes ``before`` to sizes ``after``; raises Miss where letters would be mixed."""
-        dims = self.settled(dims)
+        dims = self.split_dims(dims)
         found: list[tuple[str, ...]] = []
         i = j = 0
         while i < len(before) or j < len(after):

@@ -27,7 +27,7 @@ from kvcompile.passes.match.attention.behind import Behind, behind, made_of
 from kvcompile.passes.match.attention.log_sums import dims_of, log_sum, rescaled
 from kvcompile.passes.match.attention.products import Product, product
 from kvcompile.passes.match.attention.roles import Dims, Letters, Naming, readings
-from kvcompile.passes.match.attention.steps import STEPS, Scores, Statistics, Term, scores_operand
+from kvcompile.passes.match.attention.steps import SCORE_STEPS, Scores, Statistics, Term, scores_operand
 from kvcompile.passes.match.attention.sums import beside
 from kvcompile.passes.match.sites import Attention, MaskKind, MaskTerm, Miss, Zeroed
 
@@ -69,7 +69,7 @@ def recognise(node: fx.Node) -> Attention | None:
         state.mask(first.bias, MaskKind.ADD, dtype=value_of(first.node).dtype)
     for step, carried in steps:
         if op_name(step) not in COPIES:
-            STEPS[op_name(step)](state, step, carried)
+            SCORE_STEPS[op_name(step)](state, step, carried)
     if state.capping:
         raise Miss("a tanh that is not scaled back", node, advice="cap as cap * tanh(scores / cap)")
     for mask, kind in found.masks:
@@ -108,7 +108,7 @@ def recognise(node: fx.Node) -> Attention | None:
 def _result_dims(after: Behind, state: Scores) -> Dims:
     """Return the dims of the product with the values, in letters of the scores; () for the values' channels."""
     at = dict(zip(after.product.operands()[after.side][1], after.dims, strict=True))
-    return state.letters.settled(tuple(at.get(letter, ()) for letter in after.product.letters))
+    return state.letters.split_dims(tuple(at.get(letter, ()) for letter in after.product.letters))
 
 
 def _attentions(
@@ -126,13 +126,13 @@ def _attentions(
             "the product of weights and values is no sum over the cached tokens", last.node,
             advice="multiply weights [.., S, T] with values [.., T, D]",
         )
-    settle = state.letters.settled
-    spelled = lambda letters: settle(tuple((letter,) if letter else () for letter in letters))  # noqa: E731
+    split_dims = state.letters.split_dims
+    spelled = lambda letters: split_dims(tuple((letter,) if letter else () for letter in letters))  # noqa: E731
     placed = lambda letters: tuple(at.get(letter, ("value channels",)) if letter else () for letter in letters)  # noqa: E731
     token = next(iter(set(first.operands()[key][1]) & set(first.letters) - set(first.operands()[1 - key][1])), "")
     for reading in named:
         naming = Naming({**reading.names, "value channels": "D"})
-        terms = tuple(_term(term, naming, settle) for term in state.masks)
+        terms = tuple(_term(term, naming, split_dims) for term in state.masks)
         q_roles = naming.roles(spelled(query_letters))
         own = next((letter for letter, role in naming.names.items() if role == "S"), None)
         together = next((size for role, size in zip(q_roles, sizes(queries), strict=True) if "S" in role and len(role) > 1), None)
@@ -144,18 +144,18 @@ def _attentions(
             op_name(first.node) + "-softmax-" + op_name(last.node), output, nodes,
             queries, q_roles, keys, naming.roles(spelled(key_letters)), values, naming.roles(placed(value_letters)),
             naming.roles(placed(last.letters)), state.scale, state.cap, terms, False, state.sinks,
-            naming.roles(settle(state.sink_dims)) if state.sinks is not None else (),
+            naming.roles(split_dims(state.sink_dims)) if state.sinks is not None else (),
             folded, more,
             tuple(
-                Zeroed(_term(term, naming, settle), tuple((item, naming.roles(settle(dims))) for item, dims in statistics))
+                Zeroed(_term(term, naming, split_dims), tuple((item, naming.roles(split_dims(dims))) for item, dims in statistics))
                 for term, statistics in state.zeroed
             ),
             state.rounding, tuple(state.factors), state.log_sums,
-            naming.roles(settle(state.log_sum_dims)) if state.log_sums is not None else (),
+            naming.roles(split_dims(state.log_sum_dims)) if state.log_sums is not None else (),
         )
 
 
-def _term(term: Term, naming: Naming, settle: object) -> MaskTerm:
+def _term(term: Term, naming: Naming, split_dims: object) -> MaskTerm:
     """Return a term of the scores' normal form as a mask term, its dims named by roles."""
     factor = term.factor if term.kind is MaskKind.ADD else 1.0
-    return MaskTerm(term.node, term.kind, naming.roles(settle(term.dims)), factor, term.dtype, term.score)  # type: ignore[operator]
+    return MaskTerm(term.node, term.kind, naming.roles(split_dims(term.dims)), factor, term.dtype, term.score)  # type: ignore[operator]

@@ -19,7 +19,7 @@ from kvcompile.passes.match.attention.roles import Dims, Letters
 from kvcompile.passes.match.attention.sums import Summand, summand
 from kvcompile.passes.match.sites import Factor, MaskKind, Miss
 
-VIEWS = named(Kind.RESHAPE, Kind.UNSQUEEZE)
+RESHAPES = named(Kind.RESHAPE, Kind.UNSQUEEZE)
 LEAST_FACTOR = 0.05
 """The least factor of scores that were masked with the lowest number of their dtype; after a smaller one they may be visible."""
 MASKING = -1e4
@@ -120,7 +120,7 @@ def scores_operand(node: fx.Node) -> fx.Node | None:
         return first if _reaches_product(first) else second
     if name in {"add", "mul"} and not is_tensor(node.args[0]) and is_tensor(node.args[1]):
         return node.args[1]
-    known = STEPS.keys() | COPIES | VIEWS | TURNS | {"slice"}
+    known = SCORE_STEPS.keys() | COPIES | RESHAPES | TURNS | {"slice"}
     return node.args[0] if name in known and node.args and is_tensor(node.args[0]) else None
 
 
@@ -309,7 +309,7 @@ def _floor(state: Scores, node: fx.Node, carried: fx.Node) -> None:
 
 def viewed(letters: Letters, dims: Dims, node: fx.Node) -> Dims:
     """Return the dims of scores or weights after a reshape or a permutation."""
-    if op_name(node) in VIEWS:
+    if op_name(node) in RESHAPES:
         return letters.reshaped(dims, sizes(operand(node)), sizes(node), node)
     rank = len(dims)
     arguments = bind(node)
@@ -329,9 +329,9 @@ def _viewed(state: Scores, node: fx.Node, carried: fx.Node) -> None:
     state.dims = viewed(state.letters, state.dims, node)
 
 
-STEPS: dict[str, Callable[[Scores, fx.Node, fx.Node], None]] = {
+SCORE_STEPS: dict[str, Callable[[Scores, fx.Node, fx.Node], None]] = {
     "mul": _mul, "mul_": _mul, "div": _div, "div_": _div, "true_divide": _div, "tanh": _tanh, "add": _add, "add_": _add,
     "masked_fill": _fill, "masked_fill_": _fill, "where": _where, "cat": _sinks, "sub": _shifted, "sub_": _shifted,
     "max": _floor, "maximum": _floor, "clamp": _floor, "clamp_min": _floor,
-    **dict.fromkeys(VIEWS | TURNS, _viewed),
+    **dict.fromkeys(RESHAPES | TURNS, _viewed),
 }

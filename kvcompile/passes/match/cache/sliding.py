@@ -26,7 +26,20 @@ from torch import fx
 from kvcompile.passes.graph.effects import Effects, same_memory, written_arguments
 from kvcompile.passes.graph.operators import CONCATENATIONS, SIZES, UPDATES, VIEWS
 from kvcompile.passes.graph.pullback import Trail, trace
-from kvcompile.passes.graph.shapes import at_most, bind, hint, is_tensor, negative, op_name, operand, plain, same, settled, sizes, value_of
+from kvcompile.passes.graph.shapes import (
+    at_most,
+    bind,
+    fixed_by_guard,
+    hint,
+    is_tensor,
+    negative,
+    op_name,
+    operand,
+    plain,
+    same,
+    sizes,
+    value_of,
+)
 from kvcompile.passes.match.cache.token_spans import SpanTracer, TokenSpan, Unknown
 from kvcompile.passes.match.sites import Miss, Position, SlidingCache, Slot, Write
 from kvcompile.passes.match.slot_kinds import SlotKind
@@ -100,7 +113,7 @@ def _read(trail: Trail, dim: int, shift: int, read_by: fx.Node, token: int, atte
         raise Miss("attention reads only part of the new tokens", read_by, advice=ADVICE)
     if in_place and placeholder is not None:
         # A buffer has one length in all calls, so its size is fixed even where Dynamo made it symbolic.
-        settled(value_of(placeholder).shape[dim])
+        fixed_by_guard(value_of(placeholder).shape[dim])
     seen, keep = plain(count - size), plain(kept.size)
     cap = min((cap for cap in kept.caps if at_most(keep, cap)), default=None)
     grows = not in_place and whole and (past is None or same(past.start, 0))
@@ -276,7 +289,7 @@ def _refill(operand: fx.Node, trail: Trail, effects: Effects) -> Window | None:
             _unchanged(values, effects)
             if not same(kept[0].count, value_of(root).shape[dim]):
                 raise Miss("how many tokens the window keeps is no constant", root, advice=ADVICE)
-            room = settled(value_of(root).shape[dim])
+            room = fixed_by_guard(value_of(root).shape[dim])
             chain = tuple(sorted(tracer.chain, key=effects.order.__getitem__))
             sliding = SlidingCache(room, 0, room, None, chain)
             kind = SlotKind.BUFFER if root.op == "placeholder" else SlotKind.CREATED_BUFFER

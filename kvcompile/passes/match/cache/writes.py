@@ -172,9 +172,9 @@ def _token_range(node: fx.Node, dest: fx.Node, root: fx.Node, tokens: frozenset[
         return found[0], by_dim[found[0]]
     if not by_dim:
         raise Miss("the write goes to a view with no token ranges", node, advice=FORMS)
-    told = " and ".join(f"{_range(ranged)} of dim {dim}" for dim, ranged in sorted(by_dim.items()))
+    ranges = " and ".join(f"{_range(ranged)} of dim {dim}" for dim, ranged in sorted(by_dim.items()))
     raise Miss(
-        f"the write goes to {told} of the cache, and which of them are tokens could not be told", node,
+        f"the write goes to {ranges} of the cache, and which of them are tokens could not be told", node,
         advice=f"{FORMS}, for all rows or for the first ones: cache[:rows, :, start:start + n] = x",
     )
 

@@ -31,7 +31,7 @@ from kvcompile.passes.graph.shapes import estimate, same, value_of
 from kvcompile.passes.match.attention.steps import LEAST_FACTOR, SEEN, UNSEEN
 from kvcompile.passes.match.mask.expressions import Expr, LinearForm, read
 from kvcompile.passes.match.sites import Amount, Attention, Bounds, Limit, LimitKind, MaskKind, MaskTerm, Miss
-from kvcompile.passes.match.soundness import settled
+from kvcompile.passes.match.soundness import unchanged_since
 
 NEGATED = {"le": "gt", "gt": "le", "lt": "ge", "ge": "lt"}
 UPPER = {
@@ -267,7 +267,7 @@ def normalise(attention: Attention, effects: Effects) -> Bounds:
     carried, places = [], []
     for place, term in enumerate(attention.masks):
         try:
-            if not settled(term.node, attention.output, effects):
+            if not unchanged_since(term.node, attention.output, effects):
                 raise _Carried
             _term(term, bounds, effects)
         except _Carried:

@@ -13,7 +13,7 @@ from torch import fx
 
 from kvcompile.passes.graph.casts import holds
 from kvcompile.passes.graph.operators import COPIES
-from kvcompile.passes.graph.pullback import STEPS
+from kvcompile.passes.graph.pullback import PULLBACKS
 from kvcompile.passes.graph.shapes import at_most, is_tensor, op_name, size_along, value_of
 from kvcompile.passes.match.mask.masks import hiding
 from kvcompile.passes.match.sites import LimitKind, Site
@@ -58,6 +58,8 @@ def exceeds(site: Site) -> bool:
 
 def held(node: fx.Node) -> fx.Node:
     """Return the tensor that a node is a view or an exact copy of: a bound on its values bounds the node's."""
-    while op_name(node) in STEPS.keys() | COPIES and is_tensor(node.args[0]) and holds(value_of(node.args[0]).dtype, value_of(node).dtype):
+    while op_name(node) in PULLBACKS.keys() | COPIES and is_tensor(node.args[0]) and holds(
+        value_of(node.args[0]).dtype, value_of(node).dtype
+    ):
         node = node.args[0]
     return node

@@ -27,7 +27,7 @@ from kvcompile.passes.match.attention.weights import zero_or_one
 from kvcompile.passes.match.mask.expressions import Coords, Expr, LinearForm, read
 from kvcompile.passes.match.mask.masks import conditions, conjuncts, negated
 from kvcompile.passes.match.sites import Attention, MaskTerm, Miss, Zeroed
-from kvcompile.passes.match.soundness import settled
+from kvcompile.passes.match.soundness import unchanged_since
 
 TOKEN = LinearForm((("T", 1),))
 UNREACHED = -1e9
@@ -42,9 +42,11 @@ def without_effect(attention: Attention, effects: Effects) -> Attention:
         return attention
     # No other node changes the attention's inner values (``soundness.private``).
     inside, rows = set(attention.nodes), list[MaskTerm]()
-    every = [conditions(item.term) if settled(item.term.node, attention.output, effects, inside) else None for item in attention.zeroed]
+    every = [
+        conditions(item.term) if unchanged_since(item.term.node, attention.output, effects, inside) else None for item in attention.zeroed
+    ]
     zeros = {_bare(item) for asked in every for item in asked or ()}
-    fixed = [settled(term.node, attention.output, effects) for term in attention.masks]
+    fixed = [unchanged_since(term.node, attention.output, effects) for term in attention.masks]
     masks = tuple(_excluding(term, zeros) if still else term for term, still in zip(attention.masks, fixed, strict=True))
     attention = replace(attention, masks=masks)
     seen = {_bare(item) for term, still in zip(masks, fixed, strict=True) if still for item in conditions(term) or ()}
