@@ -16,8 +16,8 @@ from torch import fx
 from kvcompile import schemes
 from kvcompile.lowering.attention_plugins import plugins
 from kvcompile.lowering.certificate.report_op import report_site
-from kvcompile.lowering.gluon.eligibility import OneToken, one_token
-from kvcompile.lowering.gluon.plan import FEW, NoFragments, key_plan, measured, value_plan
+from kvcompile.lowering.gluon.eligibility import SingleTokenFacts, single_token_facts
+from kvcompile.lowering.gluon.plan import TWICE_HEADS, NoFragments, key_plan, measured, value_plan
 from kvcompile.lowering.ops import operations as ops
 from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.lowering.prefill.decode_chunk import TOKENS
@@ -45,7 +45,7 @@ class AttendFacts:
     rope: bool = False
     extra_key_planes: bool = False
     bias: bool = False
-    one: OneToken | None = None
+    one: SingleTokenFacts | None = None
     exact_first: bool = False
     log_sums: bool = False
 
@@ -97,7 +97,7 @@ def _gluon_gap(facts: AttendFacts) -> str | None:
     if unknown is None:
         try:
             key_plan(key_scheme, key.head_dim, key.dtype)
-            value_plan(value_scheme, value.head_dim, value.dtype, facts.one.group <= FEW)
+            value_plan(value_scheme, value.head_dim, value.dtype, facts.one.group <= TWICE_HEADS)
         except NoFragments as gap:
             unknown = str(gap)
     if unknown is None and facts.one.measured and not measured(key_scheme, value_scheme, key.head_dim):
@@ -212,7 +212,7 @@ def facts_of(node: fx.Node, device: str, slots: Mapping[str, SlotSpec]) -> Atten
         rows=rows if device == "cuda" and rows >= FEWEST_ROWS else None,
         exact_newest=bool(given.exact_newest), rope=bool(given.rope), extra_key_planes=bool(given.extra_key_planes),
         bias=given.bias is not None,
-        one=one_token(group, given.softcap) if device == "cuda" and rows == 1 and group is not None else None,
+        one=single_token_facts(group, given.softcap) if device == "cuda" and rows == 1 and group is not None else None,
         exact_first=bool(given.exact_first),
         log_sums=given.log_sums,
     )

@@ -13,7 +13,7 @@ from typing import Any
 from kvcompile.lowering.append import operations as append_ops
 from kvcompile.lowering.attend_kernels import AttendFacts, kernels_for
 from kvcompile.lowering.attention_plugins import AttentionPlugin, plugins
-from kvcompile.lowering.gluon.eligibility import one_token
+from kvcompile.lowering.gluon.eligibility import single_token_facts
 from kvcompile.lowering.host.buffers import equals, static
 from kvcompile.lowering.host.inductor_api import register_lowering
 from kvcompile.lowering.ops import operations as ops
@@ -37,7 +37,7 @@ def _facts(operands: AttendOperands[Any]) -> AttendFacts:
     return AttendFacts(
         device, slots, q.get_dtype(), 1 if equals(pages, 1) else static(page_rows), _many_rows(operands) if device == "cuda" else None,
         bool(operands.exact_newest), bool(operands.rope), bool(operands.extra_key_planes), operands.bias is not None,
-        one_token(static(q.get_size()[1]) // heads, operands.softcap) if alone else None, bool(operands.exact_first),
+        single_token_facts(static(q.get_size()[1]) // heads, operands.softcap) if alone else None, bool(operands.exact_first),
         operands.log_sums,
     )
 

@@ -28,9 +28,9 @@ from torch import fx
 
 from kvcompile.lowering.host.torch_api import OpOverload
 
-LEAST = 2
+LEAST_LAYERS = 2
 """Layers that make folding worth it."""
-MOST = 8
+MOST_CANDIDATES = 8
 """Stretches that are looked at node for node."""
 
 
@@ -70,15 +70,15 @@ def fold_into_regions(module: fx.GraphModule, fakes: Sequence[Any], writers: Con
             _compute(node)
     kinds = [_kind(node) for node in nodes]
     found = []
-    for repeated in sorted(_repetitions(nodes, kinds), key=lambda known: (-known.saved, known.start))[: 4 * MOST]:
+    for repeated in sorted(_repetitions(nodes, kinds), key=lambda known: (-known.saved, known.start))[: 4 * MOST_CANDIDATES]:
         starts = [(_left(nodes, moved), moved.start) for moved in _moved(kinds, repeated)]
         fewest = [start for left, start in starts if left == min(starts)[0]]
         # The first run may take something else than the others.
         found += [(-repeated.saved, min(starts)[0], start, repeated) for start in {*fewest[:1], *fewest[-1:]}]
-    for _, _, start, repeated in sorted(found, key=lambda known: known[:3])[:MOST]:
+    for _, _, start, repeated in sorted(found, key=lambda known: known[:3])[:MOST_CANDIDATES]:
         moved = _between_writers(nodes, replace(repeated, start=start), writers)
         outputs = _outputs(nodes, moved)
-        if moved.count >= LEAST and outputs and (layers := _layers(nodes, moved)) and _apart(nodes, moved, layers, outputs):
+        if moved.count >= LEAST_LAYERS and outputs and (layers := _layers(nodes, moved)) and _apart(nodes, moved, layers, outputs):
             _replace(module, nodes, moved, layers, outputs)
             return moved.count
     return 0
@@ -122,7 +122,7 @@ def _repetitions(nodes: Sequence[fx.Node], kinds: Sequence[str]) -> Iterator[Rep
             places[kinds[at]].append(at)
     found: set[tuple[int, int, int]] = set()
     for where in places.values():
-        for step in range(1, min(len(where), MOST)):
+        for step in range(1, min(len(where), MOST_CANDIDATES)):
             for first in range(step):
                 found.update(_runs(where[first::step]))
     for first, length, count in found:
@@ -137,7 +137,7 @@ def _runs(where: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         if last or where[at + 1] - where[at] != where[at] - where[at - 1]:
             # What stands around the first and the last may be different.
             for first, end in ((begin, at), (begin + 1, at), (begin, at - 1), (begin + 1, at - 1)):
-                if end - first + 1 >= LEAST:
+                if end - first + 1 >= LEAST_LAYERS:
                     yield where[first], where[at] - where[at - 1], end - first + 1
             begin = at
 

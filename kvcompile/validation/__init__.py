@@ -22,8 +22,8 @@ from kvcompile.passes.match.sites import LimitKind, Site
 from kvcompile.validation.coverage import Coverage
 from kvcompile.validation.cpu_program import plain, unguarded
 from kvcompile.validation.equivalence import Outcome, Verdict, first_step, tried
-from kvcompile.validation.sizes import MOST, captured_values, elements, hints, reductions
-from kvcompile.validation.subgraph import NotApart, Number, Outline, clusters, cut, fingerprint, outline, same
+from kvcompile.validation.sizes import MOST_ELEMENTS, captured_values, elements, hints, reductions
+from kvcompile.validation.subgraph import NotApart, Number, Outline, cut, fingerprint, outline, same, sites_by_shared_caches
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def _tried(whole: Outline, number: Number, examples: Sequence[Any]) -> Verdict |
     for dtype in (torch.float64, torch.float32):
         try:
             part = plain(cut(whole, number), dtype, number)
-            if elements(part, captured_values(part)) > MOST:
+            if elements(part, captured_values(part)) > MOST_ELEMENTS:
                 return None
             verdict = tried(part, examples)
         except NotApart:
@@ -98,7 +98,7 @@ def _first_step(whole: Outline, examples: Sequence[Any]) -> Verdict | None:
         part = plain(cut(whole), torch.float32)
     except NotApart:
         return None
-    return first_step(part, examples) if elements(part, hints(part)) <= MOST else None
+    return first_step(part, examples) if elements(part, hints(part)) <= MOST_ELEMENTS else None
 
 
 def _apart(whole: Outline, examples: Sequence[Any]) -> Verdict:
@@ -106,7 +106,7 @@ def _apart(whole: Outline, examples: Sequence[Any]) -> Verdict:
     part = cut(whole)
     verdict = Verdict(Outcome.UNKNOWN, "its sizes are too large to try, and a smaller program could not be made of it")
     try:
-        small = elements(part, captured_values(part)) <= MOST
+        small = elements(part, captured_values(part)) <= MOST_ELEMENTS
     except NotApart as reason:
         # Guards may tie a size to a large number, which a reduction makes small.
         small, verdict = False, Verdict(Outcome.UNKNOWN, str(reason))
@@ -133,7 +133,7 @@ def verdicts(
     ``known``: verdicts by fingerprint, which are looked up and added to.
     """
     found = []
-    for group in clusters(sites):
+    for group in sites_by_shared_caches(sites):
         try:
             with _undisturbed(captured):
                 whole = outline(captured, effects, group)

@@ -32,7 +32,7 @@ from kvcompile.runtime.store.live_caches import LiveCaches
 from kvcompile.validation.arguments import Arguments, Moment
 from kvcompile.validation.coverage import Coverage
 from kvcompile.validation.sessions import Sessions, countings
-from kvcompile.validation.sizes import MOST, captured_values, elements, hints, read
+from kvcompile.validation.sizes import MOST_ELEMENTS, captured_values, elements, hints, read
 from kvcompile.validation.subgraph import NotApart, Subgraph
 
 log = logging.getLogger(__name__)
@@ -205,7 +205,7 @@ def tried(part: Subgraph, examples: Sequence[Any]) -> Verdict:
         twin, covered = _Twin(part), Coverage(part)
         verdict = _tried(twin, arguments, captured_values(part), covered)
         # Sizes may depend on one another in ways that no guard shows; the captured ones fit.
-        if verdict.outcome is Outcome.UNKNOWN and elements(part, hints(part)) <= MOST:
+        if verdict.outcome is Outcome.UNKNOWN and elements(part, hints(part)) <= MOST_ELEMENTS:
             verdict = _tried(twin, arguments, hints(part), covered)
     except NotApart as reason:
         return Verdict(Outcome.UNKNOWN, str(reason))

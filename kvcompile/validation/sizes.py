@@ -24,11 +24,11 @@ from kvcompile.validation.subgraph import NotApart, Number, Subgraph
 
 SMALL = 48
 """The largest size that keeps its captured value."""
-MOST = 1 << 22
+MOST_ELEMENTS = 1 << 22
 """The most elements that a program's largest value may have for the program to be tried."""
 LONG = 64
 """The least length in tokens that is made smaller where a program is too large."""
-LEAST = 4
+LEAST_SIZE = 4
 """Replacements of large numbers are larger than this, and than all lengths that stay."""
 LARGEST = 1 << 12
 """A dtype that holds all integers up to this is not tried at positions that it rounds."""
@@ -80,7 +80,7 @@ def captured_values(part: Subgraph) -> Values:
     for values in chosen:
         if values is not None:
             return values
-    if allowed(part, known) and elements(part, known) <= MOST:
+    if allowed(part, known) and elements(part, known) <= MOST_ELEMENTS:
         return known
     raise NotApart("no small sizes fit its guards")
 
@@ -160,7 +160,7 @@ def others(part: Subgraph, values: Values, wanted: Callable[[], set[Any]]) -> It
 
 def _small(part: Subgraph, values: Values, base: Values) -> bool:
     """Return whether all sizes are small or at most twice those of ``base``, and no tensor of the program has more than MOST elements."""
-    return all(value <= max(4 * SMALL, 2 * base[symbol]) for symbol, value in values.items()) and elements(part, values) <= MOST
+    return all(value <= max(4 * SMALL, 2 * base[symbol]) for symbol, value in values.items()) and elements(part, values) <= MOST_ELEMENTS
 
 
 def named(part: Subgraph, symbol: Any) -> str:
@@ -241,10 +241,10 @@ def reductions(part: Subgraph) -> Iterator[Number]:
     large = {number for number in literal | lengths if 3 * LONG <= number < 1 << 31}
     least = max(least, _coarse(part))
     for chosen in dict.fromkeys((frozenset(large | lengths | near), frozenset(lengths | near))):
-        yield _smaller(chosen, max(least, LEAST))
+        yield _smaller(chosen, max(least, LEAST_SIZE))
 
 
-def _smaller(numbers: Iterable[int], least: int = LEAST) -> Number:
+def _smaller(numbers: Iterable[int], least: int = LEAST_SIZE) -> Number:
     """Return a map of these numbers to small ones above ``least``: in order, with distances up to NEAR kept, other numbers unchanged."""
     resized: dict[int, int] = {}
     last = None

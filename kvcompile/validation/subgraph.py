@@ -75,7 +75,7 @@ class Subgraph:
         return Guards(self.captured.fake_mode.shape_env, self.number, demands(self.captured.graph))
 
 
-def clusters(sites: Sequence[Site]) -> list[tuple[Site, ...]]:
+def sites_by_shared_caches(sites: Sequence[Site]) -> list[tuple[Site, ...]]:
     """Return the sites in groups, in order; sites of different groups share no cache tensor."""
     owner: dict[fx.Node, int] = {}
     members: dict[int, list[Site]] = {}

@@ -14,7 +14,7 @@ from test_gpu_attend import moved
 from test_triton_attend import Case, check, operands
 
 import kvcompile
-from kvcompile.lowering.gluon.eligibility import LEAST, MEASURED_ON, available
+from kvcompile.lowering.gluon.eligibility import LEAST_CAPABILITY, MEASURED_ON, available
 from kvcompile.lowering.gluon.launch import device_of, launches
 from kvcompile.lowering.ops.operands import AttendOperands
 
@@ -22,7 +22,9 @@ transformers = pytest.importorskip("transformers")
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() < LEAST, reason="needs a CUDA device"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() < LEAST_CAPABILITY, reason="needs a CUDA device"
+    ),
     pytest.mark.skipif(not available(), reason="needs a Triton with Gluon"),
 ]
 

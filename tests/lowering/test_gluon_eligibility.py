@@ -23,13 +23,13 @@ from kvcompile.lowering import attend_kernels
 from kvcompile.lowering.attend_kernels import DECODE, GLUON, KERNELS, AttendFacts, choose
 from kvcompile.lowering.compile import gluon_choice
 from kvcompile.lowering.gluon import eligibility, launch, lower
-from kvcompile.lowering.gluon.eligibility import Choice, OneToken, choosing, one_token
+from kvcompile.lowering.gluon.eligibility import Choice, SingleTokenFacts, choosing, single_token_facts
 from kvcompile.settings import Gluon, Settings
 from kvcompile.types import Role, SlotSpec
 
 pytestmark = [pytest.mark.usefixtures("one_thread", "fresh_dynamo")]
 
-ONE = OneToken(4, 0.0, (9, 0), True)
+ONE = SingleTokenFacts(4, 0.0, (9, 0), True)
 
 
 def facts(scheme: str = "int4", dim: int = 128, **changes: Any) -> AttendFacts:
@@ -89,11 +89,11 @@ def test_the_setting_decides_whether_it_is_asked() -> None:
         (Gluon.MEASURED, False): False, (Gluon.MEASURED, True): True, (Gluon.ALWAYS, False): True, (Gluon.ALWAYS, True): True,
         (Gluon.NEVER, False): False, (Gluon.NEVER, True): False,
     }
-    assert one_token(4, 0.0) is None
+    assert single_token_facts(4, 0.0) is None
     with choosing(Choice(Gluon.ALWAYS)):
-        found = one_token(4, 5.0)
+        found = single_token_facts(4, 5.0)
     assert found is not None and (found.group, found.softcap, found.measured) == (4, 5.0, False)
-    assert one_token(4, 0.0) is None
+    assert single_token_facts(4, 0.0) is None
     with pytest.raises(BadSetting, match="'measured' or 'always' or 'never'"):
         kvcompile.backend("int4", gluon="yes")
 

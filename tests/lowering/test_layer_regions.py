@@ -100,7 +100,7 @@ def test_many_layers_are_found_among_few_stretches(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(module_of_fold, "_moved", lambda *given: seen.append(1) or moved(*given))
     module, fakes = fakes_and_module(plain, 32)
     assert fold_into_regions(module, fakes) == 32
-    assert len(seen) <= 4 * module_of_fold.MOST
+    assert len(seen) <= 4 * module_of_fold.MOST_CANDIDATES
 
 
 def test_operations_that_write_stay_between_regions() -> None:

@@ -155,7 +155,7 @@ def test_the_ring_is_all_that_is_held(kind: str) -> None:
 def test_a_window_that_is_too_large_to_try_is_tried_as_a_small_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards hold the past at its end, or made a number of it."""
     for module in (sizes, equivalence, validation):
-        monkeypatch.setattr(module, "MOST", 1 << 15)
+        monkeypatch.setattr(module, "MOST_ELEMENTS", 1 << 15)
     model, backend = mistral(window=1030), eager()
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     for _ in range(2):

@@ -38,12 +38,12 @@ from kvcompile.extensions.certified.ranks import certified_ranks
 from kvcompile.extensions.certified.scheme import BLOCK, SET, Certified, Tier2, Values
 from kvcompile.extensions.certified.sizes import (
     ADDED_AT_ONCE,
+    ANY_NUMBER,
     CHUNK,
     EXACT_WARPS,
     INSIDE,
     KEY_PROGRAMS,
     LARGEST,
-    MOST,
     MOST_LISTED,
     OWN_PROGRAMS,
     OWN_WARPS,
@@ -235,7 +235,8 @@ class DeviceStep:
             select_blocks, (math.prod(self.shape),), self.peak, self.weight, self.delta, self.notes, self.sinks, self.at, clock, self.order,
             self.floats(*self.shape, N) if certain else self.order, self.term if widen else self.order, read,
             read if explored is None else explored, values, self.list, self.listed, self.top, self.stats, N, warps=32,
-            LEAST=min(rules.k_min, MOST), MOST=min(rules.k_max, MOST), MOST_WIDENED=min(rules.k_max << rules.widen, MOST),
+            LEAST=min(rules.k_min, ANY_NUMBER), MOST=min(rules.k_max, ANY_NUMBER),
+            MOST_WIDENED=min(rules.k_max << rules.widen, ANY_NUMBER),
             COVER=(1 - rules.tau_cov + ALL) * INSIDE if rules.tau_cov < 1 else -1.0, BUDGET=rules.key_budget * INSIDE if widen else 0.0,
             V_TOL=min(rules.v_tol, LARGEST), CERTAIN=certain, WIDEN=widen, EXPLORE=0 if together else explore, KEEP=together, CHUNK=CHUNK,
             **self.sizes,

@@ -34,7 +34,7 @@ ALL = 2.0**-40
 LARGEST_DELTA = 80.0
 """A deviation of a logit above which it bounds no share: exp of it is close to float32's largest number."""
 
-FEW, BEHIND = 4, -1e300
+LEADING_BLOCKS, BEHIND = 4, -1e300
 """Up to so many leading blocks are found one by one; where those without mass stand, before the ones that are found already."""
 
 
@@ -146,7 +146,7 @@ def leading(amounts: torch.Tensor, count: int) -> torch.Tensor:
     A few passes over the blocks where few are asked for, in place of a sort.
     """
     count = min(count, amounts.shape[-1])
-    if count > FEW:
+    if count > LEADING_BLOCKS:
         return descending(amounts).block[..., :count]
     amounts = amounts.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=BEHIND)
     block = torch.arange(amounts.shape[-1], device=amounts.device)

@@ -44,7 +44,7 @@ EXACT_WARPS = 1
 MOST_ROWS = 16
 """Rows of a kv head up to which kernels are used: they are unrolled."""
 
-MOST = 2**30
+ANY_NUMBER = 2**30
 """Stands for any number of blocks."""
 
 SPLITS = 256

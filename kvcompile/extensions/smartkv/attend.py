@@ -24,7 +24,7 @@ import torch
 
 from kvcompile.extensions.smartkv.buckets import Buckets, values
 from kvcompile.extensions.smartkv.decode_step import Step, scheme_of, step_by_kernels, step_gap
-from kvcompile.extensions.smartkv.importance import LEAST, head_measure
+from kvcompile.extensions.smartkv.importance import LEAST_IMPORTANCE, head_measure
 from kvcompile.extensions.smartkv.movement import BY_KERNELS
 from kvcompile.extensions.smartkv.scheme import Smartkv
 from kvcompile.lowering.host.launches import Direct
@@ -121,7 +121,7 @@ class _Averages:
 
     def store(self, importance: torch.Tensor, heads: torch.Tensor) -> None:
         """Write the averages into their planes."""
-        least = torch.where(self.seen, LEAST, 0.0)
+        least = torch.where(self.seen, LEAST_IMPORTANCE, 0.0)
         averages = torch.stack([torch.maximum(self.plain, least), self.weighted], dim=-1)
         importance.copy_(averages.unflatten(1, (importance.shape[0], -1)).transpose(0, 1).unsqueeze(2))
         heads[0, :, :, 0, 0] = self.heads

@@ -11,7 +11,7 @@ import triton
 
 from kvcompile import schemes
 from kvcompile.extensions.smartkv.buckets import Buckets
-from kvcompile.extensions.smartkv.importance import LEAST, Measure
+from kvcompile.extensions.smartkv.importance import LEAST_IMPORTANCE, Measure
 from kvcompile.extensions.smartkv.kernels import bits_of_levels
 from kvcompile.extensions.smartkv.kernels.attend import attend_tokens
 from kvcompile.extensions.smartkv.kernels.finish import CHUNK, ELEMENTS, finish
@@ -104,7 +104,8 @@ def step_by_kernels(launcher: Launcher, step: Step, tells: bool = True) -> torch
     launcher.kernel(
         finish, (programs, B), parts, stats, scores, weights, q if operands.sinks is None else operands.sinks, keys.first, keys.where,
         masks[0], out, step.heads, step.importance, pages, B, slots, *masks[4:6], **shape, D=D, KV=triton.next_power_of_2(K),
-        GROUP=triton.next_power_of_2(G), DECAY=key.decay, HEAD_DECAY=key.head_decay, LEAST=LEAST, HAS_SINKS=operands.sinks is not None,
+        GROUP=triton.next_power_of_2(G), DECAY=key.decay, HEAD_DECAY=key.head_decay, LEAST=LEAST_IMPORTANCE,
+        HAS_SINKS=operands.sinks is not None,
         warps=4,
     )
     return out

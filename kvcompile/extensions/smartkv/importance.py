@@ -22,7 +22,7 @@ import torch
 EPSILON = 1e-12
 """Added to means that are divided by: nothing is there yet, or nothing was attended to."""
 
-LEAST = 1e-30
+LEAST_IMPORTANCE = 1e-30
 """The least importance of a token that some query may see."""
 
 

@@ -17,9 +17,9 @@ from kvcompile.errors import BadScales, ScalesMissing
 from kvcompile.schemes.site_paths import entry_of, shown
 from kvcompile.types import Role
 
-LEAST = torch.finfo(torch.float32).tiny
+LEAST_SCALE = torch.finfo(torch.float32).tiny
 """The smallest scale: a normal float32 number, so that dividing by it is exact to rounding."""
-MOST = torch.finfo(torch.float32).max / 448
+MOST_SCALE = torch.finfo(torch.float32).max / 448
 """The largest scale: times the largest code (448 of e4m3) it is finite."""
 
 
@@ -41,8 +41,8 @@ class Scales:
         if values.dim() != 1 or not values.numel() or values.dtype != torch.float32 or values.device.type != "cpu":
             found = f"{values.dtype} {tuple(values.shape)} on {values.device}"
             raise BadScales(expected="float32 scales [1] or [kv heads] on the CPU", found=found, todo="pass one scale, or one a head")
-        if not bool(((values >= LEAST) & (values <= MOST)).all()):
-            expected = f"finite scales above zero, from {LEAST:.1e} to {MOST:.1e}"
+        if not bool(((values >= LEAST_SCALE) & (values <= MOST_SCALE)).all()):
+            expected = f"finite scales above zero, from {LEAST_SCALE:.1e} to {MOST_SCALE:.1e}"
             raise BadScales(expected=expected, found=values.tolist()[:8], todo="calibrate anew, or leave the layer dense")
 
     @functools.cached_property

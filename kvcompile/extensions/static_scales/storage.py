@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from kvcompile.errors import BadScales
-from kvcompile.extensions.static_scales.scales import LEAST, MOST, ModelScales, Scales, SiteScales
+from kvcompile.extensions.static_scales.scales import LEAST_SCALE, MOST_SCALE, ModelScales, Scales, SiteScales
 from kvcompile.extensions.static_scales.scheme import Calibrated, static_of, with_scales
 from kvcompile.files.tensor_file import Entry
 from kvcompile.schemes.model_file import ModelFile, sites_of
@@ -54,4 +54,4 @@ def load_scales(path: str | Path, model: torch.nn.Module) -> Calibrated:
 def _declared(metadata: Mapping[str, str], sites: list[str]) -> dict[str, Entry]:
     """Declare one scale, or one for each kv head, of the keys and the values of every attention."""
     del metadata
-    return {f"{site}.{role.value}": Entry((None,), least=LEAST, most=MOST) for site in sites for role in Role}
+    return {f"{site}.{role.value}": Entry((None,), least=LEAST_SCALE, most=MOST_SCALE) for site in sites for role in Role}

@@ -36,7 +36,7 @@ PART = tl.constexpr(8)
 CHECKED = tl.constexpr(1024)
 """Positions that a program compares at once."""
 
-MOST = 8192
+MOST_ELEMENTS = 8192
 """Elements of a program that its threads hold in registers."""
 
 
@@ -354,7 +354,7 @@ def fits(slot: Slot) -> bool:
     if (isinstance(S, int) and S < 2) or not known(slot) or D > TILE or slot.window.dtype != slot.x.dtype:
         return False
     rows, page = rows_of(slot), slot.planes[0].shape[3]
-    return rows * D <= MOST and page % rows == 0 and (slot.origin is None or slot.origin.is_contiguous())
+    return rows * D <= MOST_ELEMENTS and page % rows == 0 and (slot.origin is None or slot.origin.is_contiguous())
 
 
 def append_window_blocks(slots: Sequence[Slot], launcher: Launcher | None = None) -> list[torch.Tensor]:

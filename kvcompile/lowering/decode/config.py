@@ -16,7 +16,7 @@ from kvcompile.lowering.decode.slot_plan import SlotPlan, slot_plan
 from kvcompile.lowering.decode.template import LOG2E
 from kvcompile.types import PAGE, KernelFormat, Role
 
-LEAST = torch.finfo(torch.float32).min
+LOWEST_FLOAT32 = torch.finfo(torch.float32).min
 """The least score in base-2 units."""
 
 
@@ -161,7 +161,7 @@ class AttendConfig:
             "BLOCK_N": min(tile.block_t, 16 * tile.num_warps),
             "BLOCK_T": tile.block_t, "BLOCK_R": tile.block_r, "TOKENS_FIRST": int(tile.tokens_first),
             "PICKED_SCALES": tile.picked, "COPIES": tile.copies, "TALL": tile.block_t if tile.tokens_first else 0,
-            **({"FILL": max(masks.fill * LOG2E, LEAST)} if masks.bias in {Bias.REPLACING, Bias.ADDED_OR_REPLACING} else {}),
+            **({"FILL": max(masks.fill * LOG2E, LOWEST_FLOAT32)} if masks.bias in {Bias.REPLACING, Bias.ADDED_OR_REPLACING} else {}),
         }
 
     def with_splits(self, splits: int, direct: bool, shares: int = 0) -> AttendConfig:

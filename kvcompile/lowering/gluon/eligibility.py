@@ -15,7 +15,7 @@ from kvcompile.settings import Gluon
 MEASURED_ON = (9, 0)
 """The CUDA capability of the devices that it was measured on."""
 
-LEAST = (8, 0)
+LEAST_CAPABILITY = (8, 0)
 """The first capability with its instructions."""
 
 MOST_HEADS = 8
@@ -49,7 +49,7 @@ def choosing(choice: Choice) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class OneToken:
+class SingleTokenFacts:
     """Attention of one new token: query heads of a kv head, softcap, the device's capability, and whether it must be a measured one."""
 
     group: int
@@ -61,7 +61,7 @@ class OneToken:
         """Why the kernel does not know it, None where it does."""
         if not available():
             return "this Triton has none"
-        if self.capability is None or self.capability < LEAST or (self.measured and self.capability != MEASURED_ON):
+        if self.capability is None or self.capability < LEAST_CAPABILITY or (self.measured and self.capability != MEASURED_ON):
             found = "none" if self.capability is None else ".".join(map(str, self.capability))
             return f"not measured on CUDA capability {found}"
         if self.group > MOST_HEADS:
@@ -69,13 +69,13 @@ class OneToken:
         return "a softcap" if self.softcap > 0 else None
 
 
-def one_token(group: int, softcap: float) -> OneToken | None:
+def single_token_facts(group: int, softcap: float) -> SingleTokenFacts | None:
     """Describe an attention of one new token to the kernel, None where the compilation at hand does not ask it."""
     choice = _chosen.get(Choice())
     if not choice.open or torch.version.hip is not None:
         return None
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-    return OneToken(group, float(softcap), capability, choice.setting is Gluon.MEASURED)
+    return SingleTokenFacts(group, float(softcap), capability, choice.setting is Gluon.MEASURED)
 
 
 def available() -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from kvcompile.lowering.gluon.config import Cut, GluonConfig, Merge, merge_for, ragged_splits, splits_for
-from kvcompile.lowering.gluon.plan import FEW, KeyPlan, ValuePlan, cut_of, key_plan, value_plan
+from kvcompile.lowering.gluon.plan import TWICE_HEADS, KeyPlan, ValuePlan, cut_of, key_plan, value_plan
 from kvcompile.lowering.ops.kept_tokens import RUN, kept_tokens
 from kvcompile.lowering.ops.operands import AttendOperands, attend_operands, named
 from kvcompile.lowering.ops.operations import LIBRARY
@@ -83,7 +83,7 @@ def constants(
     overlap: bool,
 ) -> GluonConfig:
     """The constants of the kernel."""
-    rows = FEW if group <= FEW else 8
+    rows = TWICE_HEADS if group <= TWICE_HEADS else 8
     return GluonConfig(
         dim, kv_heads, group, rows, 1 << (group - 1).bit_length(), cut.warps, cut.tokens, cut.stages, page_rows, lo, keep, sinks,
         exact_newest,
@@ -111,7 +111,7 @@ def launches(
     B, H, _, D = q.shape
     pages, _, K, page_rows, _ = keys[0].shape
     group = H // K
-    cut, key, value = plans(operands.key_scheme, operands.value_scheme, D, (keys[0].dtype, values[0].dtype), group <= FEW)
+    cut, key, value = plans(operands.key_scheme, operands.value_scheme, D, (keys[0].dtype, values[0].dtype), group <= TWICE_HEADS)
     assert cut.tokens % RUN == 0, "a tile would have a part of a run that nobody looks at"
     ragged = B > 1 and (hi.shape[0] > 1 or (lo is not None and lo.shape[0] > 1))
     optional = (lo is not None, keep is not None, sinks is not None, bool(exact_newest))

@@ -21,7 +21,7 @@ SIZES = (64, 128, 256)
 """Channels of a head that are known: powers of two."""
 
 
-FEW = 4
+TWICE_HEADS = 4
 """Query heads of a kv head that stand twice in a product's columns."""
 
 

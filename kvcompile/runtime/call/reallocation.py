@@ -23,7 +23,7 @@ from kvcompile.runtime.store.store import ordinary
 from kvcompile.schemes import Due, PendingNumbers, Stored
 from kvcompile.schemes.adaptive import EARLY, SPREAD
 
-FEW = 4
+LAYERS_A_STEP = 4
 """Layers that are moved after one step, at least."""
 
 
@@ -92,7 +92,7 @@ class Reallocation:
                 # Attentions that share a cache decide once.
                 found.setdefault((layer.key, layer.value), layer)
         self.layers = tuple(found.values())
-        self.at_once = max(FEW, -(-len(self.layers) // SPREAD))
+        self.at_once = max(LAYERS_A_STEP, -(-len(self.layers) // SPREAD))
         self.early = EARLY + -(-len(self.layers) // self.at_once) - 1
 
     def after(self, states: Sequence[CacheState]) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from kvcompile.passes.graph.shapes import estimate
 
-LEAST = 1 << 20
+LEAST_ELEMENTS = 1 << 20
 RESERVE_NOTHING = getattr(mmap, "MAP_NORESERVE", 0x4000)
 """Linux's flag for a mapping that counts against no memory limit; Python has a name for it from 3.13 on."""
 
@@ -25,7 +25,7 @@ _mapped: list[mmap.mmap] = []
 def _memory(count: int) -> mmap.mmap:
     """Return a mapping of at least ``count`` zero bytes, never to be written."""
     if not _mapped or len(_mapped[0]) < count:
-        size = max(count, LEAST)
+        size = max(count, LEAST_ELEMENTS)
         private = getattr(mmap, "MAP_PRIVATE", None)
         if private is None:
             _mapped[:] = [mmap.mmap(-1, size)]

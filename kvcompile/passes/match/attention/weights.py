@@ -117,7 +117,7 @@ def _divided(node: fx.Node) -> AttentionWeights | None:
     if not total.epsilon and not total.floor:
         return AttentionWeights(scores, dims[0], nodes, masks)
     dtype = value_of(total.sum).dtype
-    if total.epsilon > torch.finfo(dtype).eps / 2 or total.floor > LEAST or not (dim is not None or _less_maximum(scores)):
+    if total.epsilon > torch.finfo(dtype).eps / 2 or total.floor > LEAST_SUM or not (dim is not None or _less_maximum(scores)):
         raise Miss(
             f"exponentials of the scores are divided by something other than their sum, which {total.epsilon or total.floor:g} may change",
             node, advice=SPELL + f", or subtract the scores' maximum first and add no more than {torch.finfo(dtype).eps / 2:.0e}",
@@ -125,7 +125,7 @@ def _divided(node: fx.Node) -> AttentionWeights | None:
     return AttentionWeights(scores, dims[0], nodes, (), masks, total.epsilon)
 
 
-LEAST = 0.5
+LEAST_SUM = 0.5
 """A lower bound of sums that are at least one before rounding."""
 
 
