@@ -17,7 +17,7 @@ import kvcompile
 from kvcompile import validation
 from kvcompile.lowering.graph_cache import call_key
 from kvcompile.passes.graph.shapes import AS_WRITTEN
-from kvcompile.validation.subgraph import Cut
+from kvcompile.validation.subgraph import Subgraph
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +66,7 @@ def test_validation_runs_nothing_in_which_others_take_part(monkeypatch: pytest.M
     seen: list[str] = []
     plain = validation.cpu_program
 
-    def looked_at(part: Cut, *rest: Any) -> Cut:
+    def looked_at(part: Subgraph, *rest: Any) -> Subgraph:
         seen.extend(str(node.target) for node in part.captured.graph.nodes if AS_WRITTEN in node.meta and node.op != "placeholder")
         return plain(part, *rest)
 

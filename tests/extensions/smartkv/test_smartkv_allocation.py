@@ -82,7 +82,7 @@ def test_the_same_as_the_heap_of_the_source(importance: list[float], budget: flo
 
 
 @pytest.mark.parametrize("halves", [HALVES, KEYS_FINER, KeyValueWidths((2, 8), (4,)), KeyValueWidths((8,), (8,))])
-@pytest.mark.parametrize("taste", [LevelPreference(), LevelPreference(0.3, keys=2.0), LevelPreference(1.0)])
+@pytest.mark.parametrize("preference", [LevelPreference(), LevelPreference(0.3, keys=2.0), LevelPreference(1.0)])
 def test_a_ladder_has_all_widenings_in_the_order_of_their_worth(halves: KeyValueWidths, preference: LevelPreference) -> None:
     levels = ladder(halves, preference)
     assert len(levels) == len(halves.keys) + len(halves.values) - 1
