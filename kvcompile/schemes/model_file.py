@@ -64,13 +64,13 @@ class ModelFile:
 
         path = Path(path)
         metadata = {**metadata, "format": self.mark}
-        half = path.with_name(f".{path.name}.{os.getpid()}")
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             planes = {name: plane.contiguous() for name, plane in tensors.items()}
-            save_file(planes, str(half), {**metadata, DIGEST: digest(planes, metadata)})
-            half.replace(path)
+            save_file(planes, str(unfinished), {**metadata, DIGEST: digest(planes, metadata)})
+            unfinished.replace(path)
         finally:
-            half.unlink(missing_ok=True)
+            unfinished.unlink(missing_ok=True)
 
     def read(self, path: str | Path, declare: Declare) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """Return the tensors and metadata of a file of this kind. Raises the kind's error.

@@ -69,5 +69,5 @@ def test_the_sources_counted_are_all_that_a_verdict_depends_on() -> None:
 
 
 def test_only_inductor_backends_keep_verdicts() -> None:
-    assert kvcompile.backend("int8").memory.verdicts.lasting is not None  # type: ignore[attr-defined]
-    assert kvcompile.backend("int8", inner="eager").memory.verdicts.lasting is None  # type: ignore[attr-defined]
+    assert kvcompile.backend("int8").memory.verdicts.persistent is not None  # type: ignore[attr-defined]
+    assert kvcompile.backend("int8", inner="eager").memory.verdicts.persistent is None  # type: ignore[attr-defined]

@@ -213,7 +213,7 @@ class Certified(Scheme):
 
     def encode(self, x_BKSD: torch.Tensor, *fixed: torch.Tensor) -> Planes:
         del fixed
-        assert self.half is not Half.AUTO, "the role is not known here: call of(role) first"
+        assert self.half is not Half.AUTO, "the role is not known here: call for_role(role) first"
         x = x_BKSD.to(torch.float32)
         role = Role.KEY if self.half is Half.KEY else Role.VALUE
         slot = SlotSpec(x.shape[1], x.shape[3], x.dtype, role)

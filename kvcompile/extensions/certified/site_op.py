@@ -50,7 +50,7 @@ class SiteOperands(Generic[T]):
     def of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> SiteOperands:
         """The record of a call of the operation."""
         given = named(certified_site, args, kwargs)
-        held = ((given.get(f"{half}places"), given.get(f"{half}scratch")) for half in ("", "value_"))
+        held = ((given.get(f"{prefix}places"), given.get(f"{prefix}scratch")) for prefix in ("", "value_"))
         return SiteOperands(attend_operands(given), given["telemetry"], *(None if pair[1] is None else pair for pair in held))
 
     @property

@@ -120,19 +120,19 @@ def looked_up(table: Sequence[float], level_RT: torch.Tensor, dtype: torch.dtype
     return on_device(table, level_RT.device, dtype)[level_RT.to(torch.int64) + 1]
 
 
-def spendable(budget: float, tokens: int, steps: int, cost: Cost, halves: KeyValueWidths) -> int:
+def spendable(budget: float, tokens: int, steps: int, cost: Cost, widths: KeyValueWidths) -> int:
     """Bytes that ``tokens`` tokens may take now, so that ``steps`` more, which enter at the largest widths, stay in the budget too."""
-    entering = cost.token(halves.keys[-1], halves.values[-1])
+    entering = cost.token(widths.keys[-1], widths.values[-1])
     allowed = budget * cost.dense
     return int(min(allowed * tokens, allowed * (tokens + steps) - entering * steps) + 1e-6)
 
 
-def binding_from(budget: float, protected: int, steps: int, cost: Cost, halves: KeyValueWidths) -> int | None:
+def binding_from(budget: float, protected: int, steps: int, cost: Cost, widths: KeyValueWidths) -> int | None:
     """The number of tokens from which on a budget can be met; None where it never can.
 
     Fewer are exempt: ``protected`` tokens have the largest widths, and so have up to ``steps`` that came since the last allocation.
     """
-    entering, least = cost.token(halves.keys[-1], halves.values[-1]), cost.token(halves.keys[0], halves.values[0])
+    entering, least = cost.token(widths.keys[-1], widths.values[-1]), cost.token(widths.keys[0], widths.values[0])
     allowed = budget * cost.dense
     if allowed >= entering:
         return 0

@@ -142,12 +142,12 @@ def attend_by_definition(step: Step) -> torch.Tensor:
     q, tokens = operands.q, importance.shape[0] * importance.shape[3]
     compute = torch.promote_types(q.dtype, torch.float32)
     averages = _Averages.of(keys, importance, heads, q.shape[2])
-    key_half, value_half = Buckets.of(tuple(operands.keys), keys.form), Buckets.of(tuple(operands.values), value_scheme.form)
+    key_buckets, value_buckets = Buckets.of(tuple(operands.keys), keys.form), Buckets.of(tuple(operands.values), value_scheme.form)
     kv_heads = operands.keys[0].shape[2]
     group = q.shape[1] // kv_heads
     out = q.new_empty(*q.shape[:3], operands.value_dim)
     for head in range(kv_heads):
-        k, v = (_values(half, tokens, head).to(compute) for half in (key_half, value_half))
+        k, v = (_values(slot_buckets, tokens, head).to(compute) for slot_buckets in (key_buckets, value_buckets))
         of_head = slice(head * group, (head + 1) * group)
         for start, some in _tiles(operands):
             parts = softmax_parts(some, of_head, k, compute)[:3]
@@ -158,9 +158,11 @@ def attend_by_definition(step: Step) -> torch.Tensor:
     return out
 
 
-def _values(half: Buckets, tokens: int, head: int) -> torch.Tensor:
+def _values(slot_buckets: Buckets, tokens: int, head: int) -> torch.Tensor:
     """The values of the first tokens of one kv head, [B, 1, T, D], without a wait for the device."""
-    return BY_KERNELS.values(half, tokens, head) if half.ends.is_cuda else values(half, tokens, slice(head, head + 1))
+    return BY_KERNELS.values(slot_buckets, tokens, head) if slot_buckets.ends.is_cuda else values(
+        slot_buckets, tokens, slice(head, head + 1)
+    )
 
 
 def smartkv_observe_body(*args: Any, **kwargs: Any) -> None:

@@ -283,43 +283,43 @@ class PlaneLengths:
         return PlaneLengths(pool_rows(counts, like.widths, like.heads, like.head_dim)[-1], sum(map(sum, counts)))
 
 
-def values(half: Buckets, count: int, heads: slice = slice(None)) -> torch.Tensor:
+def values(slot_buckets: Buckets, count: int, heads: slice = slice(None)) -> torch.Tensor:
     """The values at positions 0 to ``count`` - 1 of some heads, float32 [B, K, T, D]; zero where no token is. Waits for the device."""
-    entering = coder.decode((half.entering[0][:, :, heads], half.entering[1][:, :, heads]), ENTERING)
+    entering = coder.decode((slot_buckets.entering[0][:, :, heads], slot_buckets.entering[1][:, :, heads]), ENTERING)
     entering = entering.permute(1, 2, 0, 3, 4).flatten(2, 3)
     rows, kv_heads, tokens, dim = entering.shape
     # Tokens behind the last one that was asked for go to one more place.
     out = entering.new_zeros(rows, kv_heads, count + 1, dim)
-    at = (half.first.flatten() + torch.arange(tokens, device=out.device)).clamp(max=count)
+    at = (slot_buckets.first.flatten() + torch.arange(tokens, device=out.device)).clamp(max=count)
     out.index_copy_(2, at, entering)
-    for part in half.parts:
-        out[part.row].index_copy_(1, part.position.clamp(max=count), half.plain(part.coded(heads), part.bits, part.row, heads))
+    for part in slot_buckets.parts:
+        out[part.row].index_copy_(1, part.position.clamp(max=count), slot_buckets.plain(part.coded(heads), part.bits, part.row, heads))
     return out[:, :, :count]
 
 
-def levels(half: Buckets, count: int) -> torch.Tensor:
+def levels(slot_buckets: Buckets, count: int) -> torch.Tensor:
     """Levels of the tokens at positions 0 to ``count`` - 1, int8 [B, T]; where they enter, how many levels there are.
 
     Waits for the device.
     """
-    found = torch.full((half.rows, count), len(half.widths), dtype=torch.int8, device=half.ends.device)
-    for part in half.parts:
+    found = torch.full((slot_buckets.rows, count), len(slot_buckets.widths), dtype=torch.int8, device=slot_buckets.ends.device)
+    for part in slot_buckets.parts:
         found[part.row, part.position] = part.level
     return found
 
 
-def empty(half: Buckets, pages: int) -> Planes:
+def empty(slot_buckets: Buckets, pages: int) -> Planes:
     """Planes for ``pages`` pages of entering tokens."""
-    return tuple(plane.new_zeros(pages, *plane.shape[1:]) for plane in half.growing)
+    return tuple(plane.new_zeros(pages, *plane.shape[1:]) for plane in slot_buckets.growing)
 
 
-def with_room(half: Buckets, pages: int) -> Buckets:
+def with_room(slot_buckets: Buckets, pages: int) -> Buckets:
     """Have ``pages`` pages for entering tokens, or twice as many as there were if that is more: few steps change the planes."""
-    held = half.entering[0].shape[0]
+    held = slot_buckets.entering[0].shape[0]
     if pages <= held:
-        return half
+        return slot_buckets
     pages = max(pages, 2 * held)
-    return half.entered_as(tuple(grown(plane, pages) for plane in half.growing))
+    return slot_buckets.entered_as(tuple(grown(plane, pages) for plane in slot_buckets.growing))
 
 
 def grown(plane: torch.Tensor, pages: int) -> torch.Tensor:
@@ -333,43 +333,51 @@ def pages_by_position(pages: int) -> int:
     return pages + pages // PAGES_BEHIND
 
 
-def made(half: Buckets, ends: torch.Tensor, first: torch.Tensor, room: PlaneLengths) -> Buckets:
+def made(slot_buckets: Buckets, ends: torch.Tensor, first: torch.Tensor, room: PlaneLengths) -> Buckets:
     """Buckets with room for some tokens, none of them written, and no entering token; ``ends``: the plane of that name."""
     return replace(
-        half.entered_as(empty(half, 0)), first=first, ends=ends.clone(),
-        scales=half.scales.new_zeros(room.tokens, *half.scales.shape[1:]), where=half.where.new_zeros(room.tokens, *half.where.shape[1:]),
-        pool=half.pool.new_zeros(room.rows, *half.pool.shape[1:]),
+        slot_buckets.entered_as(empty(slot_buckets, 0)), first=first, ends=ends.clone(),
+        scales=slot_buckets.scales.new_zeros(room.tokens, *slot_buckets.scales.shape[1:]),
+        where=slot_buckets.where.new_zeros(room.tokens, *slot_buckets.where.shape[1:]),
+        pool=slot_buckets.pool.new_zeros(room.rows, *slot_buckets.pool.shape[1:]),
     )
 
 
-def cut(half: Buckets, count: int) -> Buckets:
+def cut(slot_buckets: Buckets, count: int) -> Buckets:
     """The first ``count`` tokens; codes as they are. Waits for the device."""
-    if count >= int(half.first):
-        return half
-    picked = [(part, (part.position < count).nonzero().flatten()) for part in half.parts]
-    return _chosen(half, [picked[at : at + len(half.widths)] for at in range(0, len(picked), len(half.widths))], torch.full_like(
-        half.first, count,
+    if count >= int(slot_buckets.first):
+        return slot_buckets
+    picked = [(part, (part.position < count).nonzero().flatten()) for part in slot_buckets.parts]
+    return _chosen(
+        slot_buckets, [picked[at : at + len(slot_buckets.widths)] for at in range(0, len(picked), len(slot_buckets.widths))],
+        torch.full_like(
+        slot_buckets.first, count,
     ))
 
 
-def of_rows(half: Buckets, rows: torch.Tensor) -> Buckets:
+def of_rows(slot_buckets: Buckets, rows: torch.Tensor) -> Buckets:
     """The tokens of the given batch rows, in their order; codes as they are. Waits for the device."""
-    number = len(half.widths)
+    number = len(slot_buckets.widths)
     picked = [
-        [(part, torch.arange(part.scales.shape[1], device=rows.device)) for part in half.parts[row * number : (row + 1) * number]]
+        [(part, torch.arange(part.scales.shape[1], device=rows.device)) for part in slot_buckets.parts[row * number : (row + 1) * number]]
         for row in rows.tolist()
     ]
-    chosen = _chosen(half, picked, half.first.clone()).entered_as(tuple(plane.index_select(1, rows) for plane in half.growing))
-    mean, kept = (None if plane is None else plane.index_select(1, rows) for plane in (half.mean, half.originals))
+    chosen = _chosen(slot_buckets, picked, slot_buckets.first.clone()).entered_as(
+        tuple(plane.index_select(1, rows) for plane in slot_buckets.growing)
+    )
+    mean, kept = (None if plane is None else plane.index_select(1, rows) for plane in (slot_buckets.mean, slot_buckets.originals))
     return replace(chosen, mean=mean, originals=kept)
 
 
-def _chosen(half: Buckets, picked: list[list[tuple[Part, torch.Tensor]]], first: torch.Tensor) -> Buckets:
+def _chosen(slot_buckets: Buckets, picked: list[list[tuple[Part, torch.Tensor]]], first: torch.Tensor) -> Buckets:
     """Some tokens of each level of each row of new buckets, as parts of the old ones and numbers in them."""
     counts = [[len(index) for _, index in of_row] for of_row in picked]
-    sizes = torch.tensor(counts, dtype=torch.int32, device=half.ends.device).view(len(picked), len(half.widths))
+    sizes = torch.tensor(counts, dtype=torch.int32, device=slot_buckets.ends.device).view(len(picked), len(slot_buckets.widths))
     ends = sizes.flatten().cumsum(0, dtype=torch.int32).view(1, *sizes.shape)
-    chosen = made(half, with_pool_rows(ends, half.widths, half.heads, half.head_dim)[0], first, PlaneLengths.of(counts, half))
+    chosen = made(
+        slot_buckets, with_pool_rows(ends, slot_buckets.widths, slot_buckets.heads, slot_buckets.head_dim)[0], first,
+        PlaneLengths.of(counts, slot_buckets)
+    )
     for (old, index), new in zip((item for of_row in picked for item in of_row), chosen.parts, strict=True):
         new.put(torch.arange(len(index), device=index.device), old.coded(index=index), old.position[index])
     return chosen

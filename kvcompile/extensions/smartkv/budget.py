@@ -18,7 +18,7 @@ from kvcompile.extensions.smartkv.codes import WIDTHS
 
 BITS, HEAD_DIM, SCALE_BYTES, HEADS = sympy.symbols("bits head_dim scale_bytes heads", positive=True)
 
-HALF_BYTES = HEADS * (HEAD_DIM * BITS / 8 + SCALE_BYTES)
+KEY_OR_VALUE_BYTES = HEADS * (HEAD_DIM * BITS / 8 + SCALE_BYTES)
 """Stored bytes of the keys or the values of one token (2.2, with one scale for a head)."""
 
 DENSE_BYTES = 2 * HEADS * HEAD_DIM * 2
@@ -46,9 +46,9 @@ class KeyValueWidths:
 
 
 @functools.cache
-def _half_bytes(heads: int, head_dim: int, bits: int, scale_bytes: int) -> int:
-    """Return the value of ``HALF_BYTES``; every allocation asks, and sympy takes its time."""
-    return int(HALF_BYTES.subs({HEADS: heads, HEAD_DIM: head_dim, BITS: bits, SCALE_BYTES: scale_bytes}))
+def _key_or_value_bytes(heads: int, head_dim: int, bits: int, scale_bytes: int) -> int:
+    """Return the value of ``KEY_OR_VALUE_BYTES``; every allocation asks, and sympy takes its time."""
+    return int(KEY_OR_VALUE_BYTES.subs({HEADS: heads, HEAD_DIM: head_dim, BITS: bits, SCALE_BYTES: scale_bytes}))
 
 
 @dataclass(frozen=True)
@@ -60,34 +60,34 @@ class Cost:
     scale_bytes: int = 2
     beside: int = 4
 
-    def half(self, bits: int) -> int:
+    def key_or_value(self, bits: int) -> int:
         """Stored bytes of one token's keys, or of its values, at a width."""
-        return _half_bytes(self.heads, self.head_dim, bits, self.scale_bytes)
+        return _key_or_value_bytes(self.heads, self.head_dim, bits, self.scale_bytes)
 
     def token(self, keys: int, values: int) -> int:
         """Stored bytes of one token at a width of its keys and one of its values."""
-        return self.half(keys) + self.half(values) + self.beside
+        return self.key_or_value(keys) + self.key_or_value(values) + self.beside
 
     @property
     def dense(self) -> int:
         """Bytes of one token in 16 bits."""
         return int(DENSE_BYTES.subs({HEADS: self.heads, HEAD_DIM: self.head_dim}))
 
-    def least(self, halves: KeyValueWidths) -> float:
+    def least(self, widths: KeyValueWidths) -> float:
         """The smallest budget there is: every token at its least widths."""
-        return self.token(halves.keys[0], halves.values[0]) / self.dense
+        return self.token(widths.keys[0], widths.values[0]) / self.dense
 
-    def most(self, halves: KeyValueWidths) -> float:
+    def most(self, widths: KeyValueWidths) -> float:
         """The budget above which nothing is gained: every token at its largest widths."""
-        return self.token(halves.keys[-1], halves.values[-1]) / self.dense
+        return self.token(widths.keys[-1], widths.values[-1]) / self.dense
 
-    def check(self, budget: float, halves: KeyValueWidths) -> None:
+    def check(self, budget: float, widths: KeyValueWidths) -> None:
         """Raise BadOption where a budget is below the least."""
-        least = self.least(halves)
+        least = self.least(widths)
         if not budget >= least:
             raise BadOption(
                 scheme="smartkv", option="budget", expected=f"at least {least:.4f} with {self.head_dim} channels a head, scales of "
-                f"{8 * self.scale_bytes} bits and widths from {halves.keys[0]} and {halves.values[0]} bits", found=budget,
+                f"{8 * self.scale_bytes} bits and widths from {widths.keys[0]} and {widths.values[0]} bits", found=budget,
                 todo=f"pass budget={_above(least)}, or allow narrower codes",
             )
 

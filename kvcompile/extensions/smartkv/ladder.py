@@ -45,22 +45,22 @@ class Ladder:
         return tuple(cost.token(keys, values) for keys, values in zip(self.keys, self.values, strict=True))
 
 
-def ladder(halves: KeyValueWidths, preference: LevelPreference) -> Ladder:
+def ladder(widths: KeyValueWidths, preference: LevelPreference) -> Ladder:
     """The levels of some widths: a step is worth weight * (U(b') - U(b)) / (b' - b), with U(b) = b^alpha.
 
     Equal steps: the earlier one of its half first, then that of keys.
     """
     steps = []
-    for half, (widths, weight) in enumerate(zip(halves, (preference.keys, preference.values), strict=True)):
+    for which, (chain, weight) in enumerate(zip(widths, (preference.keys, preference.values), strict=True)):
         worth = float("inf")
-        for number, (b, wider) in enumerate(itertools.pairwise(widths)):
+        for number, (b, wider) in enumerate(itertools.pairwise(chain)):
             # Never above the step before, whatever the rounding: the steps of a half keep their order.
             worth = min(worth, weight * (wider**preference.alpha - b**preference.alpha) / (wider - b))
-            steps.append((-worth, number, half, wider))
-    now = [halves.keys[0], halves.values[0]]
+            steps.append((-worth, number, which, wider))
+    now = [widths.keys[0], widths.values[0]]
     levels = [tuple(now)]
-    for _, _, half, wider in sorted(steps):
-        now[half] = wider
+    for _, _, which, wider in sorted(steps):
+        now[which] = wider
         levels.append(tuple(now))
     keys, values = zip(*levels, strict=True)
     return Ladder(keys, values, tuple(-step[0] for step in sorted(steps)))

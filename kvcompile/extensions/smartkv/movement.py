@@ -30,30 +30,32 @@ class Kernels:
     def __init__(self, launcher: Launcher) -> None:
         self.launcher = launcher
 
-    def levels(self, half: Buckets, count: int) -> torch.Tensor:
-        found = torch.full((half.rows, count), len(half.widths), dtype=torch.int8, device=half.ends.device)
-        tiles = triton.cdiv(half.where.shape[0], half.rows * WIDE)
+    def levels(self, slot_buckets: Buckets, count: int) -> torch.Tensor:
+        found = torch.full((slot_buckets.rows, count), len(slot_buckets.widths), dtype=torch.int8, device=slot_buckets.ends.device)
+        tiles = triton.cdiv(slot_buckets.where.shape[0], slot_buckets.rows * WIDE)
         if tiles:
             self.launcher.kernel(
-                say_levels, (tiles, half.rows), half.ends, half.where, half.first, found, count, LEVELS=len(half.widths), TILE=WIDE,
+                say_levels, (tiles, slot_buckets.rows), slot_buckets.ends, slot_buckets.where, slot_buckets.first, found, count,
+                LEVELS=len(slot_buckets.widths), TILE=WIDE,
                 warps=4,
             )
         return found
 
-    def move(self, half: Buckets, order: TokenMove, first: int, into: Buckets) -> None:
+    def move(self, slot_buckets: Buckets, order: TokenMove, first: int, into: Buckets) -> None:
         del first
-        dtype = half.scales.dtype
+        dtype = slot_buckets.scales.dtype
         self.launcher.kernel(
-            move_tokens, _grid(half, half.heads), *_planes(half), order.levels, order.place, into.ends, into.scales,
-            into.where, into.pool, half.entering[0].shape[0], half.rows, order.levels.shape[1], **_shape(half),
-            SIGNED=half.form.frame is Frame.TURNED, TILE=TILE, ULP=SCALE_ULP[dtype], TINY=TINY[dtype], warps=4,
+            move_tokens, _grid(slot_buckets, slot_buckets.heads), *_planes(slot_buckets), order.levels, order.place, into.ends, into.scales,
+            into.where, into.pool, slot_buckets.entering[0].shape[0], slot_buckets.rows, order.levels.shape[1], **_shape(slot_buckets),
+            SIGNED=slot_buckets.form.frame is Frame.TURNED, TILE=TILE, ULP=SCALE_ULP[dtype], TINY=TINY[dtype], warps=4,
         )
 
-    def values(self, half: Buckets, count: int, head: int) -> torch.Tensor:
+    def values(self, slot_buckets: Buckets, count: int, head: int) -> torch.Tensor:
         """The values at positions 0 to ``count`` - 1 of one kv head, float32 [B, 1, T, D]; zero where no token is."""
-        out = torch.zeros(half.rows, 1, count, half.head_dim, device=half.ends.device)
+        out = torch.zeros(slot_buckets.rows, 1, count, slot_buckets.head_dim, device=slot_buckets.ends.device)
         self.launcher.kernel(
-            decode_tokens, _grid(half, 1), *_planes(half), out, half.entering[0].shape[0], half.rows, count, head, **_shape(half),
+            decode_tokens, _grid(slot_buckets, 1), *_planes(slot_buckets), out, slot_buckets.entering[0].shape[0], slot_buckets.rows,
+            count, head, **_shape(slot_buckets),
             TILE=TILE, warps=4,
         )
         return out
@@ -81,23 +83,28 @@ class Choice:
         return found
 
 
-def _planes(half: Buckets) -> tuple[torch.Tensor, ...]:
+def _planes(slot_buckets: Buckets) -> tuple[torch.Tensor, ...]:
     """The planes of a half, with something in place of a mean that is not there."""
-    return (*half.entering, half.first, half.ends, half.scales, half.where, half.pool, half.scales if half.mean is None else half.mean)
+    return (
+        *slot_buckets.entering, slot_buckets.first, slot_buckets.ends, slot_buckets.scales, slot_buckets.where, slot_buckets.pool,
+        slot_buckets.scales if slot_buckets.mean is None else slot_buckets.mean
+    )
 
 
-def _shape(half: Buckets) -> dict[str, Any]:
+def _shape(slot_buckets: Buckets) -> dict[str, Any]:
     """Constants of kernels that go over a half."""
-    run = half.head_dim // 8
+    run = slot_buckets.head_dim // 8
     return {
-        "K": half.heads, "C": run, "COLUMNS": triton.next_power_of_2(max(16, run)), "LEVELS": len(half.widths),
-        "BITS": bits_of_levels(half.widths), "TURNED": half.mean is not None,
+        "K": slot_buckets.heads, "C": run, "COLUMNS": triton.next_power_of_2(max(16, run)), "LEVELS": len(slot_buckets.widths),
+        "BITS": bits_of_levels(slot_buckets.widths), "TURNED": slot_buckets.mean is not None,
     }
 
 
-def _grid(half: Buckets, heads: int) -> tuple[int, int, int]:
+def _grid(slot_buckets: Buckets, heads: int) -> tuple[int, int, int]:
     """Tiles of all places of a row that there may be and of all entering tokens; kv heads; batch rows."""
-    return triton.cdiv(half.where.shape[0], half.rows * TILE) + half.entering[0].shape[0] * PAGE // TILE + 1, heads, half.rows
+    return triton.cdiv(slot_buckets.where.shape[0], slot_buckets.rows * TILE) + slot_buckets.entering[0].shape[
+        0
+    ] * PAGE // TILE + 1, heads, slot_buckets.rows
 
 
 BY_KERNELS = Kernels(Direct(cuda=True))

@@ -31,15 +31,15 @@ def with_slack(need: PlaneLengths) -> PlaneLengths:
     return PlaneLengths(need.rows + need.rows // SLACK, need.tokens + need.tokens // SLACK)
 
 
-def fits(half: Buckets, need: PlaneLengths) -> bool:
+def fits(slot_buckets: Buckets, need: PlaneLengths) -> bool:
     """Whether a half's planes have the room."""
-    return need.rows <= half.pool.shape[0] and need.tokens <= half.where.shape[0]
+    return need.rows <= slot_buckets.pool.shape[0] and need.tokens <= slot_buckets.where.shape[0]
 
 
-def held_bytes(half: Buckets, room: PlaneLengths | None = None) -> int:
+def held_bytes(slot_buckets: Buckets, room: PlaneLengths | None = None) -> int:
     """Bytes of a half's settled tokens with that room, or with the room that its planes have."""
-    room = room or PlaneLengths(half.pool.shape[0], half.where.shape[0])
-    return room.rows * buckets.ROW + room.tokens * (half.heads * half.scales.itemsize + half.where.itemsize)
+    room = room or PlaneLengths(slot_buckets.pool.shape[0], slot_buckets.where.shape[0])
+    return room.rows * buckets.ROW + room.tokens * (slot_buckets.heads * slot_buckets.scales.itemsize + slot_buckets.where.itemsize)
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,11 @@ def placed(levels_LBT: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.T
     return place.to(torch.int32), ends.to(torch.int32)
 
 
-def order_of(levels_BT: torch.Tensor, half: Buckets) -> TokenMove:
+def order_of(levels_BT: torch.Tensor, slot_buckets: Buckets) -> TokenMove:
     """The order of one half alone. Waits for the device."""
-    number = len(half.widths)
+    number = len(slot_buckets.widths)
     place, ends = placed(levels_BT.unsqueeze(0), number)
-    plane = buckets.with_pool_rows(ends, half.widths, half.heads, half.head_dim)[0]
+    plane = buckets.with_pool_rows(ends, slot_buckets.widths, slot_buckets.heads, slot_buckets.head_dim)[0]
     return TokenMove(levels_BT, place[0], plane, counts_of(ends[0].flatten().tolist(), number))
 
 
@@ -85,10 +85,10 @@ def counts_of(ends: Sequence[int], number: int) -> tuple[tuple[int, ...], ...]:
 class Movement(Protocol):
     """Reads and moves the tokens of a half on some device as ``Definition`` does."""
 
-    def levels(self, half: Buckets, count: int) -> torch.Tensor:
+    def levels(self, slot_buckets: Buckets, count: int) -> torch.Tensor:
         """Levels of the tokens at positions 0 to ``count`` - 1, int8 [B, T]; one more than the largest where they enter."""
 
-    def move(self, half: Buckets, order: TokenMove, first: int, into: Buckets) -> None:
+    def move(self, slot_buckets: Buckets, order: TokenMove, first: int, into: Buckets) -> None:
         """Write codes, scales and positions of all tokens below T into the planes of ``into``, in ``order``.
 
         ``first``: what the half's plane of that name holds. A token never becomes wider, unless ``order.again`` has it: what is written
@@ -99,14 +99,14 @@ class Movement(Protocol):
 class Definition:
     """Moves by operators of torch; waits for the device."""
 
-    def levels(self, half: Buckets, count: int) -> torch.Tensor:
-        return buckets.levels(half, count)
+    def levels(self, slot_buckets: Buckets, count: int) -> torch.Tensor:
+        return buckets.levels(slot_buckets, count)
 
-    def move(self, half: Buckets, order: TokenMove, first: int, into: Buckets) -> None:
-        number = len(half.widths)
+    def move(self, slot_buckets: Buckets, order: TokenMove, first: int, into: Buckets) -> None:
+        number = len(slot_buckets.widths)
         ends = order.ends[0, :, 0, 0, :number]
         begins = ends - torch.tensor(order.counts, device=ends.device).view_as(ends)
-        for bits, row, take, position in _sources(half, order.levels.shape[1], first):
+        for bits, row, take, position in _sources(slot_buckets, order.levels.shape[1], first):
             wanted, place = order.levels[row, position], order.place[row, position]
             for part in into.parts[row * number : (row + 1) * number]:
                 if order.again is not None and part.bits != bits:
@@ -130,71 +130,71 @@ def movement(device: torch.device) -> Movement:
 _Source = tuple[int, int, Callable[[torch.Tensor], coder.Coded], torch.Tensor]
 
 
-def _sources(half: Buckets, count: int, first: int) -> Iterator[_Source]:
+def _sources(slot_buckets: Buckets, count: int, first: int) -> Iterator[_Source]:
     """Places that tokens lie in: bits, batch row, a function from indices to codes [K, n, ...], and the position of each index."""
-    words, scales = half.entering
+    words, scales = slot_buckets.entering
     place = torch.arange(count - first, device=words.device)
-    for row in range(half.rows):
+    for row in range(slot_buckets.rows):
         def entering(index: torch.Tensor, row: int = row) -> coder.Coded:
             at = place[index] // PAGE, slice(None), place[index] % PAGE
             return words[:, row][at].transpose(0, 1), scales[:, row][at].transpose(0, 1)
 
         yield ENTERING, row, entering, place + first
-    for part in half.parts:
+    for part in slot_buckets.parts:
         yield part.bits, part.row, lambda index, part=part: part.coded(index=index), part.position  # type: ignore[misc]
 
 
-def settled(half: Buckets, levels_BT: torch.Tensor) -> Buckets:
+def settled(slot_buckets: Buckets, levels_BT: torch.Tensor) -> Buckets:
     """All T tokens moved to the buckets that ``levels`` int8 [B, T] say, in planes without slack. Waits for the device."""
-    order, count = order_of(levels_BT, half), levels_BT.shape[1]
-    return moved(half, order, int(half.first), count, PlaneLengths.of(order.counts, half))
+    order, count = order_of(levels_BT, slot_buckets), levels_BT.shape[1]
+    return moved(slot_buckets, order, int(slot_buckets.first), count, PlaneLengths.of(order.counts, slot_buckets))
 
 
-def mean_of(half: Buckets, first: int, count: int, there_BT: torch.Tensor) -> torch.Tensor:
+def mean_of(slot_buckets: Buckets, first: int, count: int, there_BT: torch.Tensor) -> torch.Tensor:
     """The plane ``mean`` of keys of which none is settled: over the tokens below ``count`` that are there."""
-    assert half.mean is not None
+    assert slot_buckets.mean is not None
     assert first == 0
-    x = coder.decode(half.entering, ENTERING).permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :count]
+    x = coder.decode(slot_buckets.entering, ENTERING).permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :count]
     there = (there_BT[:, None, :, None] & x.isfinite().all(-1, keepdim=True)).to(torch.float32)
     mean = (x.nan_to_num() * there).sum(2, keepdim=True) / there.sum(2, keepdim=True).clamp(min=1)
-    return mean.to(half.mean.dtype).unsqueeze(0)
+    return mean.to(slot_buckets.mean.dtype).unsqueeze(0)
 
 
-def moved(half: Buckets, order: TokenMove, first: int, held: int, room: PlaneLengths | None) -> Buckets:
+def moved(slot_buckets: Buckets, order: TokenMove, first: int, held: int, room: PlaneLengths | None) -> Buckets:
     """The half with its first T tokens moved, T from ``order``; those up to ``held`` are left entering.
 
     ``first``: what the plane of that name holds. ``room``: that of new planes; None: its own planes are written.
     """
     count = order.levels.shape[1]
     if room is None:
-        scales, where, pool = (torch.empty_like(plane) for plane in (half.scales, half.where, half.pool))
-        into = replace(half, ends=order.ends, scales=scales, where=where, pool=pool)
+        scales, where, pool = (torch.empty_like(plane) for plane in (slot_buckets.scales, slot_buckets.where, slot_buckets.pool))
+        into = replace(slot_buckets, ends=order.ends, scales=scales, where=where, pool=pool)
     else:
-        into = buckets.made(half, order.ends, torch.full_like(half.first, count), room)
-    movement(half.ends.device).move(half, order, first, into)
+        into = buckets.made(slot_buckets, order.ends, torch.full_like(slot_buckets.first, count), room)
+    movement(slot_buckets.ends.device).move(slot_buckets, order, first, into)
     if order.again is not None:
-        originals.settle(half, first, count)
-        originals.code_again(half, order.again, order.place, into, order.counts)
-    entering = _left(half, count - first, held - count)
+        originals.settle(slot_buckets, first, count)
+        originals.code_again(slot_buckets, order.again, order.place, into, order.counts)
+    entering = _left(slot_buckets, count - first, held - count)
     if room is not None:
         return into.entered_as(entering)
-    half.first.fill_(count)
+    slot_buckets.first.fill_(count)
     for name in ("ends", "scales", "where", "pool"):
-        getattr(half, name).copy_(getattr(into, name))
-    return half.entered_as(entering)
+        getattr(slot_buckets, name).copy_(getattr(into, name))
+    return slot_buckets.entered_as(entering)
 
 
-def _left(half: Buckets, start: int, count: int) -> Planes:
+def _left(slot_buckets: Buckets, start: int, count: int) -> Planes:
     """The entering planes with the ``count`` tokens from number ``start`` on at their beginning; the very tensors where of that size."""
-    codes, scales = half.entering
+    codes, scales = slot_buckets.entering
     if codes.shape[0] == 1 and count <= PAGE:
-        for plane in half.growing if count else ():
+        for plane in slot_buckets.growing if count else ():
             plane[:, :, :, :count] = plane[:, :, :, start : start + count].clone()
         scales[:, :, :, count:].zero_()
-        return half.growing
+        return slot_buckets.growing
     number = start + torch.arange(count, device=codes.device)
-    kept = [plane[number // PAGE, :, :, number % PAGE] for plane in half.growing] if count else []
-    made = buckets.empty(half, max(1, pages_for(count)))
+    kept = [plane[number // PAGE, :, :, number % PAGE] for plane in slot_buckets.growing] if count else []
+    made = buckets.empty(slot_buckets, max(1, pages_for(count)))
     place = torch.arange(count, device=codes.device)
     for plane, rows in zip(made, kept, strict=False):
         plane[place // PAGE, :, :, place % PAGE] = rows

@@ -61,9 +61,9 @@ def again(widths: tuple[int, ...], before_BT: torch.Tensor, after_BT: torch.Tens
     return Again(by_level.argsort(dim=-1, stable=True), counts)
 
 
-def settle(half: Buckets, first: int, count: int) -> None:
+def settle(slot_buckets: Buckets, first: int, count: int) -> None:
     """Copy the originals of the entering tokens below ``count`` to their positions; ``first``: that of the first of them."""
-    entered, originals = half.entered, half.originals
+    entered, originals = slot_buckets.entered, slot_buckets.originals
     assert entered is not None
     assert originals is not None
     assert originals.shape[0] >= pages_for(count), "no room in tier 2"
@@ -76,18 +76,18 @@ def settle(half: Buckets, first: int, count: int) -> None:
     originals[place // PAGE, :, :, place % PAGE] = entered[number // PAGE, :, :, number % PAGE]
 
 
-def code_again(half: Buckets, order: Again, place_BT: torch.Tensor, into: Buckets, counts: tuple[tuple[int, ...], ...]) -> None:
+def code_again(slot_buckets: Buckets, order: Again, place_BT: torch.Tensor, into: Buckets, counts: tuple[tuple[int, ...], ...]) -> None:
     """Write the codes of changed tokens into ``into``, from their originals, which are settled.
 
     ``place``: int32 [B, T], the new place of each token. ``counts``: all tokens of each level of each row there.
     """
-    assert half.originals is not None
+    assert slot_buckets.originals is not None
     begins, parts = 0, iter(into.parts_of(counts))
     for row, (of_row, wanted) in enumerate(zip(counts, order.counts, strict=True)):
         taken = 0
         for held, number, part in zip(of_row, wanted, parts, strict=False):
             for start in range(taken, taken + number, AT_ONCE):
                 position = order.position[row, start : min(start + AT_ONCE, taken + number)]
-                x = half.originals[position // PAGE, row, :, position % PAGE].transpose(0, 1)
-                part.put(place_BT[row, position].to(torch.int64) - begins, half.coded(x, part.bits, row), position)
+                x = slot_buckets.originals[position // PAGE, row, :, position % PAGE].transpose(0, 1)
+                part.put(place_BT[row, position].to(torch.int64) - begins, slot_buckets.coded(x, part.bits, row), position)
             begins, taken = begins + held, taken + number

@@ -89,8 +89,8 @@ def can_be_met(scheme: Rules, slot: SlotSpec, rows: int, count: int, layer: int)
 
 def _needed(scheme: Rules, slot: SlotSpec, count: int) -> int:
     """The least bytes of a row's settled tokens."""
-    cost, halves = scheme.cost(slot), scheme.halves
-    widest, least = cost.token(halves.keys[-1], halves.values[-1]), cost.token(halves.keys[0], halves.values[0])
+    cost, widths = scheme.cost(slot), scheme.key_value_widths
+    widest, least = cost.token(widths.keys[-1], widths.values[-1]), cost.token(widths.keys[0], widths.values[0])
     return count * least + min(count, scheme.protect_first + scheme.protect_last) * (widest - least)
 
 
@@ -108,7 +108,7 @@ def settled_bytes(scheme: Rules, slot: SlotSpec, rows: int, count: int, layer: i
     cost = scheme.cost(slot)
     share = min(scheme.layer_share(tokens, slot, layer) for tokens in (count, count + last))
     fixed = 2 * 8 + rows * (2 * 4 * 2 * len(scheme.levels) + slot.heads * (4 + scheme.mean_bytes(slot)))
-    page = PAGE * rows * 2 * cost.half(ENTERING)
+    page = PAGE * rows * 2 * cost.key_or_value(ENTERING)
 
     def left(steps: int) -> float:
         kept = buckets.pages_by_position(pages_for(count + steps)) * PAGE * rows * scheme.for_good
@@ -150,7 +150,7 @@ class Layer:
     first: int
 
     @property
-    def halves(self) -> tuple[Buckets, Buckets]:
+    def slots(self) -> tuple[Buckets, Buckets]:
         """Buckets of keys and of values."""
         return self.keys, self.values
 
@@ -241,7 +241,9 @@ def _decide_batch(scheme: Rules, layers: Sequence[Layer], slot: SlotSpec, import
     ]
     numbers = torch.cat(told_of, -1)
     stored = torch.where(after.rank.isnan(), 0, 1 + RANKS * after.away + ((RANKS - 1) * after.rank.nan_to_num()).to(torch.int16))
-    planes = [buckets.with_pool_rows(ends, half.widths, half.heads, half.head_dim) for half in layers[0].halves]
+    planes = [
+        buckets.with_pool_rows(ends, slot_buckets.widths, slot_buckets.heads, slot_buckets.head_dim) for slot_buckets in layers[0].slots
+    ]
     return _BatchDecision(
         new.view(shape), now.view(shape), place, (planes[0], planes[1]), plain.view(shape), stored.to(torch.int16).view(shape),
         there.view(shape), PendingNumbers(numbers),
@@ -258,41 +260,44 @@ def moved(scheme: Rules, layer: Layer, slot: SlotSpec, decision: Decision, numbe
     width = len(scheme.levels)
     counts = moves.counts_of(rest[: layer.keys.rows * width], width)
     orders = [
-        TokenMove(some.levels[at], some.place[at], plane[at], counts, _again(some, at, rest, half, number))
-        for number, (plane, half) in enumerate(zip(some.ends, layer.halves, strict=True), 1)
+        TokenMove(some.levels[at], some.place[at], plane[at], counts, _again(some, at, rest, slot_buckets, number))
+        for number, (plane, slot_buckets) in enumerate(zip(some.ends, layer.slots, strict=True), 1)
     ]
     rows, count = layer.keys.rows, decision.count
     rooms = _rooms(
-        layer, [PlaneLengths.of(counts, half) for half in layer.halves],
+        layer, [PlaneLengths.of(counts, slot_buckets) for slot_buckets in layer.slots],
         settled_bytes(scheme, slot, rows, count, layer.number, interval(scheme, slot, rows, count, layer.number)),
     )
     if not layer.first and layer.keys.mean is not None:
         layer.keys.mean.copy_(moves.mean_of(layer.keys, 0, count, some.there[at]))
     keys, values = (
-        moves.moved(half, order, layer.first, held, room) for half, order, room in zip(layer.halves, orders, rooms, strict=True)
+        moves.moved(slot_buckets, order, layer.first, held, room) for slot_buckets, order,
+        room in zip(layer.slots, orders, rooms, strict=True)
     )
     _write(layer.statistics.before, some.plain[at])
     _write(layer.statistics.decided, some.decided[at])
     return Reallocated((*keys.planes, *layer.statistics.planes), values.planes, Churn(1, changed, refused, promoted))
 
 
-def _again(some: _BatchDecision, at: int, numbers: Sequence[int], half: Buckets, number: int) -> Again | None:
+def _again(some: _BatchDecision, at: int, numbers: Sequence[int], slot_buckets: Buckets, number: int) -> Again | None:
     """The tokens that a half, the first or second of a layer, codes again; None without tier 2. ``numbers``: from buckets' ends on."""
-    if half.originals is None:
+    if slot_buckets.originals is None:
         return None
-    size, width = half.rows * len(half.widths), len(half.widths)
+    size, width = slot_buckets.rows * len(slot_buckets.widths), len(slot_buckets.widths)
     own = numbers[number * size : (number + 1) * size]
     counts = tuple(tuple(own[row : row + width]) for row in range(0, size, width))
-    return originals.again(half.widths, some.before[at], some.levels[at], counts)
+    return originals.again(slot_buckets.widths, some.before[at], some.levels[at], counts)
 
 
 def _rooms(layer: Layer, needs: Sequence[PlaneLengths], most: int) -> Sequence[PlaneLengths | None]:
     """The room of new planes, None for both halves where theirs have it and take no more than ``most`` bytes."""
-    halves = layer.halves
-    if all(moves.fits(half, need) for half, need in zip(halves, needs, strict=True)) and sum(map(moves.held_bytes, halves)) <= most:
+    slots = layer.slots
+    if all(moves.fits(slot_buckets, need) for slot_buckets, need in zip(slots, needs, strict=True)) and sum(
+        map(moves.held_bytes, slots)
+    ) <= most:
         return None, None
     wide = [moves.with_slack(need) for need in needs]
-    return wide if sum(moves.held_bytes(half, room) for half, room in zip(halves, wide, strict=True)) <= most else needs
+    return wide if sum(moves.held_bytes(slot_buckets, room) for slot_buckets, room in zip(slots, wide, strict=True)) <= most else needs
 
 
 def _write(plane: torch.Tensor, rows_BT: torch.Tensor) -> None:

@@ -60,7 +60,7 @@ class Rules(Protocol):
         ...
 
     @property
-    def halves(self) -> KeyValueWidths:
+    def key_value_widths(self) -> KeyValueWidths:
         """The widths of keys and of values."""
         ...
 

@@ -160,7 +160,7 @@ class Smartkv(Adaptive):
             self.scale_dtype in SCALE_DTYPES, self.name, "scale_dtype", "float16, bfloat16 or float32", self.scale_dtype,
             "float16 is the default",
         )
-        _ = self.halves, self.weights
+        _ = self.key_value_widths, self.weights
 
     def __hash__(self) -> int:
         return self._hash
@@ -177,7 +177,7 @@ class Smartkv(Adaptive):
     # --- options as the mathematics takes them -------------------------------------------------------
 
     @property
-    def halves(self) -> KeyValueWidths:
+    def key_value_widths(self) -> KeyValueWidths:
         """The widths of keys and of values; raises BadOption."""
         return KeyValueWidths(*(_numbers(option, getattr(self, option), int) for option in ("keys", "values")))
 
@@ -199,12 +199,12 @@ class Smartkv(Adaptive):
     @functools.cached_property
     def levels(self) -> Ladder:
         """The levels of a token."""
-        return ladder(self.halves, self.preference)
+        return ladder(self.key_value_widths, self.preference)
 
     @functools.cached_property
     def form(self) -> Form:
         """The form of this half's codes."""
-        assert self.half is not Half.AUTO, "the role is not known here: call of(role) first"
+        assert self.half is not Half.AUTO, "the role is not known here: call for_role(role) first"
         keys = self.half is Half.KEY
         return Form(self.levels.keys if keys else self.levels.values, self.frame, keys, self.keeps_originals)
 
@@ -248,7 +248,7 @@ class Smartkv(Adaptive):
     def _least(self, slot: SlotSpec) -> float:
         """The smallest budget of many tokens: least widths, and what is kept of each token."""
         cost = dataclasses.replace(self.cost(slot), beside=self.cost(slot).beside + self.for_good)
-        return cost.least(self.halves)
+        return cost.least(self.key_value_widths)
 
     # --- a slot ----------------------------------------------------------------------------------
 
@@ -266,7 +266,7 @@ class Smartkv(Adaptive):
         require_divides(16, slot, self.name, "whole words of every width")
         cost = dataclasses.replace(self.cost(slot), beside=self.cost(slot).beside + self.for_good)
         for budget in (self.budget, self.later or self.budget):
-            cost.check(budget, self.halves)
+            cost.check(budget, self.key_value_widths)
 
     def check_site(self, keys: SlotSpec, values: SlotSpec, layer: int) -> None:
         require(
@@ -319,13 +319,13 @@ class Smartkv(Adaptive):
 
     def _split(self, planes: Planes) -> tuple[Buckets, KeyStatistics | None]:
         """The buckets, and what keys keep beside them."""
-        half = Buckets.of(planes, self.form)
-        rest = planes[len(half.planes) :]
-        return half, KeyStatistics(*rest) if rest else None
+        slot_buckets = Buckets.of(planes, self.form)
+        rest = planes[len(slot_buckets.planes) :]
+        return slot_buckets, KeyStatistics(*rest) if rest else None
 
     def with_room(self, planes: Planes, first: int, tokens: int) -> Planes:
-        half, kept = self._split(planes)
-        made = buckets.with_room(half, max(1, pages_for(tokens - first)))
+        slot_buckets, kept = self._split(planes)
+        made = buckets.with_room(slot_buckets, max(1, pages_for(tokens - first)))
         if kept is None:
             return made.planes
         pages = pages_for(tokens)
@@ -337,8 +337,8 @@ class Smartkv(Adaptive):
         return (*made.planes, *kept.planes)
 
     def room(self, planes: Planes, first: int) -> int:
-        half, kept = self._split(planes)
-        entering = first + half.entering[0].shape[0] * PAGE
+        slot_buckets, kept = self._split(planes)
+        entering = first + slot_buckets.entering[0].shape[0] * PAGE
         return entering if kept is None else min(entering, *(
             plane.shape[0] * PAGE for plane in (kept.importance, kept.before, kept.decided)
         ))
@@ -347,8 +347,8 @@ class Smartkv(Adaptive):
         return buckets.values(self._split(planes)[0], count)
 
     def cut(self, planes: Planes, slot: SlotSpec, count: int) -> Planes:
-        half, kept = self._split(planes)
-        made = buckets.cut(half, count)
+        slot_buckets, kept = self._split(planes)
+        made = buckets.cut(slot_buckets, count)
         if kept is None:
             return made.planes
         importance, before, decided = (
@@ -357,17 +357,17 @@ class Smartkv(Adaptive):
         return (*made.planes, importance, before, kept.heads.clone(), decided)
 
     def of_rows(self, planes: Planes, slot: SlotSpec, rows: torch.Tensor) -> Planes:
-        half, kept = self._split(planes)
-        return (*buckets.of_rows(half, rows).planes, *(plane.index_select(1, rows) for plane in (kept.planes if kept else ())))
+        slot_buckets, kept = self._split(planes)
+        return (*buckets.of_rows(slot_buckets, rows).planes, *(plane.index_select(1, rows) for plane in (kept.planes if kept else ())))
 
     def histogram(self, planes: Planes, slot: SlotSpec, first: int, count: int) -> dict[int, int]:
         return self._split(planes)[0].histogram(count, first)
 
     def token_bits(self, planes: Planes, slot: SlotSpec, first: int, count: int) -> torch.Tensor:
-        half = self._split(planes)[0]
+        slot_buckets = self._split(planes)[0]
         # A cache that went back forgets tokens when the next ones come.
-        levels = moves.movement(half.ends.device).levels(half, max(first, count))[:, :count]
-        return looked_up([0, *half.widths, ENTERING], levels, torch.int64)
+        levels = moves.movement(slot_buckets.ends.device).levels(slot_buckets, max(first, count))[:, :count]
+        return looked_up([0, *slot_buckets.widths, ENTERING], levels, torch.int64)
 
     def attended(self, planes: Planes, slot: SlotSpec, count: int) -> torch.Tensor | None:
         kept = self._split(planes)[1]
@@ -426,7 +426,7 @@ class Smartkv(Adaptive):
 @functools.lru_cache(maxsize=64)
 def _layer_budgets(scheme: Smartkv, budget: float, slot: SlotSpec) -> list[float]:
     """The budget of each layer."""
-    return layer_budgets(budget, scheme.weights, scheme._least(slot), scheme.cost(slot).most(scheme.halves))
+    return layer_budgets(budget, scheme.weights, scheme._least(slot), scheme.cost(slot).most(scheme.key_value_widths))
 
 
 def _numbers(option: str, text: str, kind: type) -> tuple:  # type: ignore[type-arg]

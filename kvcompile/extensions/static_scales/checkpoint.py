@@ -104,19 +104,19 @@ def _sites(tensors: Source, where: str) -> dict[str, SiteScales]:
     held = {path: both.get(path, {}) | one.get(path, {}) for path in {**both, **one}}
     if not held:
         raise BadScales(expected="k_scale and v_scale, or another name that is known", found=f"none in {where}", todo=REMEDY)
-    for path, halves in held.items():
-        if len(halves) < len(Role):
-            missing = next(role.value for role in Role if role not in halves)
+    for path, by_role in held.items():
+        if len(by_role) < len(Role):
+            missing = next(role.value for role in Role if role not in by_role)
             raise BadScales(expected=f"a scale of both halves at {path}", found=f"none of its {missing}s in {where}", todo=REMEDY)
-    return {path: SiteScales(halves[Role.KEY], halves[Role.VALUE]) for path, halves in held.items()}
+    return {path: SiteScales(by_role[Role.KEY], by_role[Role.VALUE]) for path, by_role in held.items()}
 
 
-def _held(named: Source, halves: int, where: str) -> dict[str, dict[Role, Scales]]:
-    """Return the scales whose names stand for so many ``halves``, by module path; raises BadScales where two of one half differ."""
+def _held(named: Source, by_role: int, where: str) -> dict[str, dict[Role, Scales]]:
+    """Return the scales whose names stand for so many ``by_role``, by module path; raises BadScales where two of one half differ."""
     found: dict[str, dict[Role, Scales]] = {}
     for name, value in named.items():
         path, roles = _spelling(name) or ("", ())
-        if len(roles) != halves:
+        if len(roles) != by_role:
             continue
         scales = _scales(name, value, where)
         for role in roles:

@@ -62,9 +62,9 @@ class Policy:
         return ";".join(f"{glob}=>{pair.spec() if pair is not None else None}" for glob, pair in self.rules)
 
 
-HALVES = {"k", "v"}
+KEY_AND_VALUE = {"k", "v"}
 """What a mapping for one attention has to name."""
-LIKE_HALVES = ("key", "keys", "value", "values", "k_cache", "v_cache", "key_cache", "value_cache")
+LIKE_KEY_AND_VALUE = ("key", "keys", "value", "values", "k_cache", "v_cache", "key_cache", "value_cache")
 """Names that people give to halves."""
 
 
@@ -80,7 +80,7 @@ def pair_of(choice: object) -> Pair:
     if isinstance(choice, Mapping) and set(choice) == {"k", "v"}:
         return Pair(pair_of(choice["k"]).k, pair_of(choice["v"]).v)
     if isinstance(choice, Mapping) and all(isinstance(name, str) for name in choice) and _names_halves(choice):
-        wrong = next((name for name in choice if name not in HALVES), None)
+        wrong = next((name for name in choice if name not in KEY_AND_VALUE), None)
         raise UnknownHalf(found=sorted(choice), hint="" if wrong is None else f"; did you mean {wrong.strip().lower()[:1]!r}?")
     raise BadPolicy(found=choice)
 
@@ -88,14 +88,14 @@ def pair_of(choice: object) -> Pair:
 def _names_halves(choice: Mapping[object, object]) -> bool:
     """Whether a mapping was meant to name keys and values of one attention, rather than module paths."""
     names = [str(name).strip().lower() for name in choice]
-    return bool(names) and all(name in HALVES or difflib.get_close_matches(name, LIKE_HALVES, 1, 0.75) for name in names)
+    return bool(names) and all(name in KEY_AND_VALUE or difflib.get_close_matches(name, LIKE_KEY_AND_VALUE, 1, 0.75) for name in names)
 
 
 def policy_of(choice: object) -> Policy:
     """A policy from whatever ``backend(scheme=...)`` was given; raises a SchemeError."""
     if isinstance(choice, Policy):
         return choice
-    if isinstance(choice, Mapping) and set(choice) != HALVES and not (choice and _names_halves(choice)):
+    if isinstance(choice, Mapping) and set(choice) != KEY_AND_VALUE and not (choice and _names_halves(choice)):
         if not choice:
             raise BadPolicy(found=choice)
         for glob in choice:

@@ -2,7 +2,7 @@
 
 A step of a 32-layer model passes 64 cache tensors. Finding their states, checking their schemes and
 making room costs about a millisecond of Python in ``bound``, which nothing overlaps under CUDA graphs.
-Once a state has passed all that for a graph it is marked as settled for it, and until it is cleared,
+Once a state has passed all that for a graph it is marked as checked for it, and until it is cleared,
 outgrown or exchanged, only what can change is looked at: the tensor's type, its length, and the room.
 """
 

@@ -91,10 +91,10 @@ class Watch:
         if not held or not self.steps:
             return None
         keys, values = ([item for item in held if item.role is role] for role in (Role.KEY, Role.VALUE))
-        bits = {name: [item.bits for item in half] for name, half in (("keys", keys), ("values", values))}
+        bits = {name: [item.bits for item in key_or_value] for name, key_or_value in (("keys", keys), ("values", values))}
         return Adaptation(
             self.length, tuple(item.path for item in keys), _texts(bits["keys"]), _texts(bits["values"]),
-            {name: _histogram(half) for name, half in bits.items()}, self.span, tuple(self.steps), tuple(self.importance),
+            {name: _histogram(key_or_value) for name, key_or_value in bits.items()}, self.span, tuple(self.steps), tuple(self.importance),
             tuple(self.decided),
         )
 

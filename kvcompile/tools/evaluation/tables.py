@@ -205,9 +205,9 @@ def telemetry_table(rows: Sequence[Measured]) -> Table:
         elif name in {"keys", "values", "explored"}:
             table.add_row(f"{label} from originals", *(f"{each[name] / max(1.0, each['blocks']):.1%}" for each in telemetry))
         elif name.endswith("_found") and any(each[name] for each in telemetry):
-            half = name.removesuffix("_found")
-            shares = (f"{each[name] / max(1.0, each[name] + each[half + '_fetched']):.1%}" for each in telemetry)
-            table.add_row(f"{half}s found in the scratch", *shares)
+            key_or_value = name.removesuffix("_found")
+            shares = (f"{each[name] / max(1.0, each[name] + each[key_or_value + '_fetched']):.1%}" for each in telemetry)
+            table.add_row(f"{key_or_value}s found in the scratch", *shares)
         elif name.endswith("_bytes") and any(each[name] for each in telemetry):
             table.add_row(f"{label} over the bus", *(f"{each[name]:,.0f}" for each in telemetry))
     return table

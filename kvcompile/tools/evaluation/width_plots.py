@@ -15,7 +15,7 @@ from kvcompile.tools.evaluation.results import Results
 NAME = "widths.png"
 """File name of the picture in a folder."""
 
-HALVES = ("keys", "values")
+KEYS_AND_VALUES = ("keys", "values")
 COLOURS = ("tab:blue", "tab:orange")
 
 
@@ -54,15 +54,15 @@ def _precision(part: Any, axes: Sequence[Any], item: Adaptation) -> None:
     from matplotlib import colormaps
     from matplotlib.colors import BoundaryNorm, ListedColormap
 
-    widths = sorted({int(bits) for half in item.histogram.values() for bits in half})
+    widths = sorted({int(bits) for key_or_value in item.histogram.values() for bits in key_or_value})
     shades = ListedColormap(colormaps["viridis"]([at / max(1, len(widths) - 1) for at in range(len(widths))]))
     norm = BoundaryNorm([at - 0.5 for at in range(len(widths) + 1)], shades.N)
     image, short = None, [_short(path, at) for at, path in enumerate(item.layers)]
-    for half, place in zip(HALVES, axes, strict=True):
-        levels = [[widths.index(bits) for bits in row] for row in item.bits(half)]
+    for key_or_value, place in zip(KEYS_AND_VALUES, axes, strict=True):
+        levels = [[widths.index(bits) for bits in row] for row in item.bits(key_or_value)]
         image = place.imshow(levels, aspect="auto", cmap=shades, norm=norm, interpolation="nearest")
         few = range(0, len(short), -(-len(short) // 12))
-        place.set(title=f"bits of {half}, first text, after the last step", xlabel="position", yticks=list(few))
+        place.set(title=f"bits of {key_or_value}, first text, after the last step", xlabel="position", yticks=list(few))
         place.set_yticklabels([short[at] for at in few])
         _small(place)
     axes[0].set_ylabel("layer", fontsize=8)
@@ -104,14 +104,14 @@ def _importance(part: Any, axes: Any, item: Adaptation) -> None:
 
 def _histogram(axes: Any, item: Adaptation) -> None:
     """Draw the share of all tokens, over texts and layers, at each width."""
-    widths = sorted({int(bits) for half in item.histogram.values() for bits in half})
-    for at, (half, colour) in enumerate(zip(HALVES, COLOURS, strict=True)):
-        counts = [item.histogram[half].get(str(bits), 0) for bits in widths]
+    widths = sorted({int(bits) for key_or_value in item.histogram.values() for bits in key_or_value})
+    for at, (key_or_value, colour) in enumerate(zip(KEYS_AND_VALUES, COLOURS, strict=True)):
+        counts = [item.histogram[key_or_value].get(str(bits), 0) for bits in widths]
         total = max(1, sum(counts))
         mean = sum(bits * count for bits, count in zip(widths, counts, strict=True)) / total
         shares = [100 * count / total for count in counts]
         places = [number + 0.4 * at - 0.2 for number in range(len(widths))]
-        bars = axes.bar(places, shares, 0.4, color=colour, label=f"{half}, {mean:.2f} bits on average")
+        bars = axes.bar(places, shares, 0.4, color=colour, label=f"{key_or_value}, {mean:.2f} bits on average")
         axes.bar_label(bars, [f"{share:.0f}" if share >= 0.5 else "<1" if share else "" for share in shares], fontsize=6)
     axes.set(title="tokens by bits, all texts and layers", xlabel="bits a channel", xticks=range(len(widths)), xticklabels=widths)
     axes.set_ylabel("% of tokens", fontsize=8)

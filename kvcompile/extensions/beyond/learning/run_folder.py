@@ -97,10 +97,10 @@ class RunFolder:
         for tensor, state in ({} if trainer.adam is None else trainer.adam.state).items():
             for key in STATE:
                 tensors[f"adam.{named[id(tensor)]}.{key}"] = torch.as_tensor(state[key]).detach().cpu().clone()
-        half = self.folder / ".checkpoint"
-        save_file(tensors, str(half), {"steps": str(trainer.steps), "progress": json.dumps(dataclasses.asdict(progress))})
+        unfinished = self.folder / ".checkpoint"
+        save_file(tensors, str(unfinished), {"steps": str(trainer.steps), "progress": json.dumps(dataclasses.asdict(progress))})
         self.keep_best(best)
-        half.replace(self.folder / "checkpoint.safetensors")
+        unfinished.replace(self.folder / "checkpoint.safetensors")
 
     def load(self, trainer: Trainer) -> Progress:
         """Bring a trainer that has met its attentions to where the checkpoint was; raises BadRun, and changes nothing then."""
