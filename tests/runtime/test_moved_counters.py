@@ -181,7 +181,7 @@ def test_a_second_request(scheme: str) -> None:
 def test_nothing_is_looked_at_while_nobody_moves_a_counter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of a counter that nobody moved take the short way, one after it was moved does not, the next one does again."""
     short: list[int] = []
-    taken = BoundGraph._steady_step
+    taken = BoundGraph._fast_step
     monkeypatch.setattr(BoundGraph, "_fast_step", lambda graph, *rest: short.append(1) or taken(graph, *rest))
     run = Pair("kivi(bits=4)")
     run.go(40, 1)
