@@ -53,7 +53,7 @@ def test_certified_total(tokens: int, printed: float) -> None:
     scheme = parse("certified(tier2=host,scratch=2048,value_scratch=2048)")
     codes = scratch = host = 0
     for role in Role:
-        for plane in scheme.of(role).layout(SlotSpec(8, 128, torch.bfloat16, role)).planes:
+        for plane in scheme.for_role(role).layout(SlotSpec(8, 128, torch.bfloat16, role)).planes:
             pages = -(-tokens // PAGE)
             size = 32 * 8 * (pages * plane.bytes_per_page if plane.extent is Extent.TOKENS else plane.nbytes)
             if plane.host:
