@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import torch
 
 from kvcompile.schemes.base import Planes, Scheme
+from kvcompile.schemes.device_event import Event, new_event
 from kvcompile.types import Role, SlotSpec
 
 EARLY, SPREAD = 2, 8
@@ -43,11 +44,11 @@ class PendingNumbers:
     """Device numbers that the host reads later: they are copied asynchronously, so that a late read does not wait."""
 
     def __init__(self, seen: torch.Tensor) -> None:
-        self.event: Any = None
+        self.event: Event | None = None
         if seen.is_cuda:
             host = torch.empty_like(seen, device="cpu", pin_memory=True)
             host.copy_(seen, non_blocking=True)
-            self.event = torch.cuda.Event()
+            self.event = new_event()
             self.event.record()
             seen = host
         self.seen = seen

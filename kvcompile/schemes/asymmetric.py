@@ -216,7 +216,7 @@ class Kivi(LowBit):
         assert self.axis is not Axis.AUTO, "the role is not known here: call of(role) first"
         x = x_BKSD.to(torch.float32)
         dim = -2 if self.axis is Axis.CHANNEL else -1
-        grouped = x.unflatten(dim, (x.shape[dim] // self.group, self.group))
+        grouped = torch.unflatten(x, dim, (x.shape[dim] // self.group, self.group))
         # [B, K, S / group, group, D] or [B, K, S, D / group, group]: the group axis is reduced to size 1.
         scale, zero = stored_range(grouped, dim, 2**self.bits - 1, self.scale_dtype)
         codes = torch.round(in_scales(grouped, scale, zero))

@@ -87,12 +87,13 @@ def unrotate(x: torch.Tensor, order: int, plane: torch.Tensor | None) -> torch.T
 def _rotated(x: torch.Tensor, order: int, plane: torch.Tensor | None, inverse: bool) -> torch.Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     if plane is None:
-        blocks = wide.unflatten(-1, (x.shape[-1] // order, order))
-        return (_product(blocks, signs(order, x.device).to(wide.dtype), x) * order**-0.5).flatten(-2).to(x.dtype)
+        blocks = torch.unflatten(wide, -1, (x.shape[-1] // order, order))
+        factor: float = order**-0.5
+        return (_product(blocks, signs(order, x.device).to(wide.dtype), x) * factor).flatten(-2).to(x.dtype)
     matrix = rotation_matrix(x.shape[-1], order, plane).to(wide.dtype)
     if inverse:
         matrix = matrix.transpose(-1, -2)
-    grouped = wide.unflatten(1, (plane.shape[1], x.shape[1] // plane.shape[1]))
+    grouped = torch.unflatten(wide, 1, (plane.shape[1], x.shape[1] // plane.shape[1]))
     return _product(grouped, matrix.unsqueeze(2), x).flatten(1, 2).to(x.dtype)
 
 

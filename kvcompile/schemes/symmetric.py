@@ -169,7 +169,7 @@ class Symmetric(LowBit):
         del fixed
         x = x_BKSD.to(torch.float32)
         group = self.channels_per_scale(x.shape[-1])
-        grouped = x.unflatten(-1, (x.shape[-1] // group, group))
+        grouped = torch.unflatten(x, -1, (x.shape[-1] // group, group))
         amax = grouped.abs().amax(dim=-1, keepdim=True)
         if self.granularity is Granularity.TENSOR:
             amax = amax.amax(dim=(1, 2), keepdim=True).expand(-1, x.shape[1], x.shape[2], -1, -1)

@@ -79,7 +79,7 @@ import enum
 import sympy
 
 
-class Rise(sympy.Function):
+class Rise(sympy.Function):  # type: ignore[misc]  # sympy has no types
     """1 - exp(-x) for x >= 0, evaluated without cancellation."""
 
     is_nonnegative = True
@@ -120,7 +120,8 @@ class Bound:
 
 
 def _symbols(text: str) -> tuple[sympy.Symbol, ...]:
-    return sympy.symbols(text, nonnegative=True)
+    made: tuple[sympy.Symbol, ...] = sympy.symbols(text, nonnegative=True)
+    return made
 
 
 UNIT = sympy.Float(2.0**-24)
