@@ -113,7 +113,7 @@ class ModelFile:
             )
 
     def require_sites(self, where: str | Path, sites: Iterable[str], model: torch.nn.Module) -> None:
-        """Raise the kind's error if one of the module paths ``sites`` is not in the model."""
+        """Raise the kind's error if one of the module paths ``sites`` matches no module of the model (``site_paths.matches``)."""
         modules = [plain_name(name) for name, _ in model.named_modules()]
         strange = [path for path in sites if path not in modules and not any(matches(path, module) for module in modules if module)]
         if strange:

@@ -180,13 +180,13 @@ def config(subject: Subject, bench: Bench, arguments: argparse.Namespace) -> dic
 
 
 def text_of(subject: Subject, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the kinds of a subject's text with their sizes, and a fingerprint of what Python gave where no files are named."""
+    """Return the sizes of a subject's kinds of text; without ``--data`` also a fingerprint of the text that this Python provides."""
     sizes = {span.kind: span.stop - span.start for span in subject.spans}
     return sizes if arguments.data or not sizes else sizes | {"fingerprint": fingerprint(own_passages())}
 
 
 def usual_effort(arguments: argparse.Namespace) -> Effort:
-    """Return how much of a target is measured where nothing is asked for."""
+    """Return the default effort for a target."""
     if arguments.target in PACKAGED:
         return QUICK_REAL if arguments.quick else REAL
     if arguments.quick:
@@ -195,7 +195,7 @@ def usual_effort(arguments: argparse.Namespace) -> Effort:
 
 
 def threads_of(arguments: argparse.Namespace) -> int:
-    """Return the CPU threads of one process: one for a model of bytes, which is too small for more, else all cores among the jobs."""
+    """Return the CPU threads per process: one for a byte-level model, which is too small for more; else all cores shared by the jobs."""
     if arguments.threads is not None:
         return int(arguments.threads)
     if arguments.target in (None, *SHIPPED) or arguments.bytes:

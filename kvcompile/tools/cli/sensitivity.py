@@ -77,7 +77,7 @@ def _tinylm(arguments: argparse.Namespace) -> Subject:
 
 
 def _checkpoint(arguments: argparse.Namespace) -> Subject:
-    """Return a model with a tokenizer, and texts of several kinds."""
+    """Return a model with its tokenizer, its layers, and texts of several kinds. Raises TargetError."""
     data = [] if arguments.text is None else [arguments.text]
     found = checkpoint(arguments.target, data, arguments.device)
     ids = found.texts(arguments.context, arguments.steps, arguments.rows)

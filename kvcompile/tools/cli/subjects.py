@@ -51,7 +51,7 @@ def tinylm(
 def checkpoint(path: str, data: Sequence[Path] = (), device: str = "cpu", dtype: torch.dtype | None = None) -> Subject:
     """Return a model with its tokenizer: a checkpoint folder, a GGUF file or a packaged model's name. Raises TargetError.
 
-    Prompts are made of ``data``, text files, each a kind of its own; without them of the prose, code and document of ``corpus``.
+    ``data``: text files for prompts, each a kind of text; empty: the prose, code and document of ``corpus``.
     """
     target = resolve(path, Options(dtype=dtype, device=device))
     if not Path(path).is_dir() and gguf_file(path) is None:
@@ -86,12 +86,12 @@ def joined(data: Sequence[Path]) -> str:
 
 
 def read_passages(data: Sequence[Path]) -> tuple[Passage, ...]:
-    """Return the text of each file, a kind of its own; raises BadEvaluation where one cannot be read."""
+    """Return the text of each file as a kind of its own. Raises BadEvaluation if one cannot be read."""
     return file_passages(data, [joined([path]) for path in data])
 
 
 def tokenizer_of(path: str) -> Any:
-    """Return the tokenizer of a checkpoint folder, a GGUF file or a packaged model; raises TargetError."""
+    """Return the tokenizer of a checkpoint folder, a GGUF file or a packaged model. Raises TargetError."""
     from transformers import AutoTokenizer
 
     file = gguf_file(path)

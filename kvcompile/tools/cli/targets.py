@@ -140,7 +140,7 @@ def _checkpoint(text: str, options: Options) -> Target:
 
 
 def _gguf(text: str, file: Path, options: Options) -> Target:
-    """Load a GGUF file, its weights decoded to float32 unless a dtype is asked for."""
+    """Return a GGUF file's model as a target; weights are decoded to float32 unless a dtype is given. Raises TargetError."""
     require_transformers(text)
     require_readers(text)
     from transformers import AutoModelForCausalLM
@@ -160,7 +160,7 @@ def _gguf(text: str, file: Path, options: Options) -> Target:
 
 @contextlib.contextmanager
 def silent_bars() -> Iterator[None]:
-    """Without the progress bar that transformers draws while it decodes a GGUF file, whatever its verbosity."""
+    """Within the context, suppress the progress bar that transformers draws while it decodes a GGUF file, whatever its verbosity."""
     with mock.patch("transformers.modeling_gguf_pytorch_utils.tqdm", lambda items, **named: items, create=True):
         yield
 

@@ -1,4 +1,4 @@
-"""Corpus: text of several kinds to evaluate a model on, taken from the running Python where the user names no files."""
+"""Corpus: text of several kinds for evaluation, taken from the running Python if the user names no files."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DOCUMENT = "specialnames"
-"""The longest chapter of the language reference, 62 kB: one subject over more tokens than a long prompt has."""
+"""The longest chapter of the language reference, 62 kB: one subject that exceeds a long prompt."""
 MODULES = (
     "argparse.py", "asyncio/base_events.py", "calendar.py", "configparser.py", "decimal.py", "difflib.py", "fractions.py", "heapq.py",
     "http/client.py", "inspect.py", "ipaddress.py", "json/decoder.py", "pathlib.py", "pickle.py", "statistics.py", "subprocess.py",
     "tarfile.py", "textwrap.py", "turtle.py", "zipfile.py",
 )
-"""Modules of the standard library; one that a version of Python lacks is left out."""
+"""Modules of the standard library; those that this Python lacks are left out."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ def own_passages() -> tuple[Passage, ...]:
 
 
 def file_passages(paths: Sequence[Path], texts: Sequence[str]) -> tuple[Passage, ...]:
-    """Return each file's text as a kind of its own, named for the file."""
+    """Return each file's text as a kind of its own, named after the file."""
     return tuple(Passage(path.stem, text) for path, text in zip(paths, texts, strict=True))
 
 
 def fingerprint(passages: Sequence[Passage]) -> str:
-    """Return the first 16 hex digits of the SHA-256 of all texts: runs over equal texts have equal ones."""
+    """Return the first 16 hex digits of the SHA-256 of all texts; equal texts give equal fingerprints."""
     whole = hashlib.sha256("\0".join(passage.text for passage in passages).encode())
     return whole.hexdigest()[:16]

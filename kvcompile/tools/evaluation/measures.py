@@ -16,7 +16,7 @@ class Text:
 
     ``bits``: per byte. ``kl``: nats per token, from the uncompressed model.
     ``same``: of ``predictions``, those with the same likeliest token as the uncompressed model.
-    ``kinds``: prose, code and the like; none in a run that did not tell texts apart.
+    ``kinds``: kind of each text, such as prose or code; empty if a run has one kind.
     """
 
     length: int
@@ -102,7 +102,7 @@ class Measured:
         return tuple(dict.fromkeys(kind for text in self.texts for kind in text.kinds))
 
     def figures(self, name: str, kind: str, length: int | None = None) -> list[float]:
-        """Return ``bits`` or ``kl`` of each text of a kind, of one length where it is given."""
+        """Return ``bits`` or ``kl`` of each text of a kind; ``length`` None: over all lengths."""
         return [
             value for text in self.texts if length in {None, text.length}
             for value, its in zip(getattr(text, name), text.kinds, strict=False) if its == kind

@@ -56,7 +56,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Span:
-    """Units ``start`` to ``stop`` of a filler, which are of one ``kind`` of text."""
+    """Units ``start`` to ``stop`` of a filler, all of one ``kind`` of text."""
 
     kind: str
     start: int
@@ -64,7 +64,7 @@ class Span:
 
     @classmethod
     def whole(cls, filler: Sequence[int] | np.ndarray, kind: str = "text") -> Span:
-        """Return the span of a filler that is of one kind."""
+        """Return a span over a whole filler of one kind."""
         return cls(kind, 0, len(filler))
 
 
@@ -125,9 +125,9 @@ class Subject:
         return made
 
     def texts(self, length: int, tail: int, rows: int) -> torch.Tensor:
-        """Return ids [rows, start + length + tail] of parts of the text: kinds in turn, and those of a kind as far apart as they can be.
+        """Return ids [rows, start + length + tail] of parts of the text: its kinds in turn, spread evenly over each kind.
 
-        Raises BadEvaluation where no kind has ``length + tail`` units.
+        Raises BadEvaluation if the text is shorter than ``length + tail`` units.
         """
         whole, spans = length + tail, self._long_spans(length + tail)
         parts = []
@@ -145,7 +145,7 @@ class Subject:
         return tuple(spans[row % len(spans)].kind for row in range(rows))
 
     def _long_spans(self, whole: int) -> list[Span]:
-        """Return the spans that hold a text of ``whole`` units; the filler as one where none does alone; raises BadEvaluation."""
+        """Return the spans of at least ``whole`` units, or one over the whole filler if none is that long. Raises BadEvaluation."""
         found = [span for span in self.spans if span.stop - span.start >= whole]
         if not found and len(self.filler) < whole:
             raise BadEvaluation(
