@@ -17,13 +17,13 @@ from e2e_models import Attention, Buffered, by_position, inputs, visible
 from hostile_modules import HOSTILE, Hostile, Parts
 
 import kvcompile
+from kvcompile import compilation
 from kvcompile.passes.graph.dynamo import Mod
 from kvcompile.passes.graph.worlds import holds
 from kvcompile.passes.match.sites import LimitKind, Site, Stage
 from kvcompile.validation.sizes import LONG, _smaller
 
 CHUNKS = (5, 1, 3)
-compilation = sys.modules["kvcompile.compilation"]
 
 
 @pytest.fixture(autouse=True)
