@@ -78,12 +78,12 @@ def test_the_merge_begins_early_and_waits_before_it_reads_what_splits_write() ->
     """Ahead of the wait it loads the position alone; where launches do not overlap nothing waits."""
     args = AttendOperands(**operands(case_of("int4")))
     _, (attend, merge) = launches(args, HOPPER)
-    assert merge.exact_first and not attend.exact_first
+    assert merge.early and not attend.early
     assert compile_launch(attend)[0]["ptx"].count("griddepcontrol.launch_dependents") == 1
     before, after = compile_launch(merge)[0]["ptx"].split("griddepcontrol.wait;")
     assert before.count("ld.global") == 1 and "st.global" not in before and "ld.global" in after
     _, found = launches(args, dataclasses.replace(HOPPER, overlaps=False))
-    assert not any(launch.exact_first or "griddepcontrol" in compile_launch(launch)[0]["ptx"] for launch in found)
+    assert not any(launch.early or "griddepcontrol" in compile_launch(launch)[0]["ptx"] for launch in found)
 
 
 @pytest.mark.compile
