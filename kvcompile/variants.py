@@ -13,7 +13,7 @@ from torch import fx
 from kvcompile.errors import NotCompiled, SizesFixed
 from kvcompile.lowering.attend_kernels import kernel_lines
 from kvcompile.lowering.compile import compile_graph, compiling, gluon_choice
-from kvcompile.lowering.gluon.eligibility import Choice, choosing
+from kvcompile.lowering.gluon.eligibility import GluonSettings, choosing
 from kvcompile.lowering.graph_cache import fingerprint
 from kvcompile.lowering.host.inductor_entry import uncached
 from kvcompile.passes.capture.capture import Captured, Input
@@ -36,14 +36,14 @@ Code = Callable[..., Any]
 TITLES = {Variant.PAST: "over a filled cache", Variant.FRESH: "into an empty cache"}
 
 
-def kernel_text(rewritten: Rewritten, sites: int, inner: Inner = Inner.INDUCTOR, choice: Choice | None = None) -> str:
+def kernel_text(rewritten: Rewritten, sites: int, inner: Inner = Inner.INDUCTOR, choice: GluonSettings | None = None) -> str:
     """Return a line for the report: the variant, the operations that its ``sites`` became, and the kernels that run them with the reason.
 
     ``choice``: the compilation's settings for the Gluon kernel; None for those of ``torch.compile`` without a mode.
     """
     device = value_of(rewritten.bindings[0].plan.slot.root).device.type
     slots = {binding.plan.scheme.spec(): binding.plan.spec for binding in rewritten.bindings}
-    with choosing(choice or Choice()):
+    with choosing(choice or GluonSettings()):
         return f"{TITLES[rewritten.variant]}: {kernel_lines(rewritten.module.graph, device, slots, sites, inner is Inner.INDUCTOR)}"
 
 

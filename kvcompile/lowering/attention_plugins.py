@@ -24,8 +24,8 @@ from kvcompile.schemes import Scheme
 class AppendKernel:
     """A kernel of one scheme's own for one slot or two of an append.
 
-    Of a plugin: for ``append_window`` of one token; slots are ``append.window_token.Slot``. Of ``Scheme.append_kernel``: for ``append``
-    with a constant plane; a slot is the operands of ``append_own_kernel``.
+    Of a plugin: for ``append_window`` of one token; slots are ``append.window_token.WindowSlot``. Of ``Scheme.append_kernel``: for
+    ``append`` with a constant plane; a slot is the operands of ``append_own_kernel``.
     """
 
     fits: Callable[[Any], bool]

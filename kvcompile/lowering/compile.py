@@ -27,7 +27,7 @@ from kvcompile.lowering.cache_key import CacheKey, sources_hash
 from kvcompile.lowering.certificate import report_op as report_site
 from kvcompile.lowering.damaged import damaged_entry, rebuilding
 from kvcompile.lowering.frozen import Frozen, as_attributes
-from kvcompile.lowering.gluon.eligibility import Choice, choosing
+from kvcompile.lowering.gluon.eligibility import GluonSettings, choosing
 from kvcompile.lowering.host.inductor_entry import compile_by_inductor, config, exact_division, list_mode_options, written_modules
 from kvcompile.lowering.host.torch_api import (
     BackendCompilerFailed,
@@ -174,10 +174,10 @@ def inductor_patches(
     return patches
 
 
-def gluon_choice(settings: Settings, mode: str | None, options: dict[str, Any] | None, replayed: bool = True) -> Choice:
+def gluon_choice(settings: Settings, mode: str | None, options: dict[str, Any] | None, replayed: bool = True) -> GluonSettings:
     """The setting of the Gluon kernel, and whether the compiled steps are replayed as CUDA graphs."""
     patches = inductor_patches(settings, mode, options, "", replayed)
-    return Choice(settings.gluon, bool(patches.get("triton.cudagraphs", config.triton.cudagraphs)))
+    return GluonSettings(settings.gluon, bool(patches.get("triton.cudagraphs", config.triton.cudagraphs)))
 
 
 def freezes(settings: Settings, mode: str | None, options: dict[str, Any] | None) -> bool:

@@ -50,7 +50,7 @@ class RepeatedLayers:
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerText:
     """One run as text, with what it takes from outside in the order of first use."""
 
     text: tuple[str, ...]
@@ -215,9 +215,9 @@ def _whole(node: fx.Node) -> Any:
     return _memory(node), str(value.storage_offset()), _described(value)
 
 
-def _layers(nodes: Sequence[fx.Node], repeated: RepeatedLayers) -> list[Layer]:
+def _layers(nodes: Sequence[fx.Node], repeated: RepeatedLayers) -> list[LayerText]:
     """Return the runs, where they do the same with operands of the same kind; none where they do not."""
-    layers: list[Layer] = []
+    layers: list[LayerText] = []
     for number in range(repeated.count):
         layer = _spelled(_members(nodes, repeated, number))
         if layers and (layer.text != layers[0].text or not _same_operands(layer, layers[0])):
@@ -226,7 +226,7 @@ def _layers(nodes: Sequence[fx.Node], repeated: RepeatedLayers) -> list[Layer]:
     return layers
 
 
-def _spelled(members: Sequence[fx.Node]) -> Layer:
+def _spelled(members: Sequence[fx.Node]) -> LayerText:
     inside = {node: f"n{at}" for at, node in enumerate(members)}
     operands: dict[fx.Node, str] = {}
 
@@ -234,7 +234,7 @@ def _spelled(members: Sequence[fx.Node]) -> Layer:
         return inside[node] if node in inside else operands.setdefault(node, f"x{len(operands)}")
 
     text = tuple(f"{_kind(node)} {_text((node.args, node.kwargs), name)}" for node in members)
-    return Layer(text, tuple(operands))
+    return LayerText(text, tuple(operands))
 
 
 def _text(value: Any, name: Any) -> str:
@@ -247,7 +247,7 @@ def _text(value: Any, name: Any) -> str:
     return repr(value)
 
 
-def _same_operands(one: Layer, other: Layer) -> bool:
+def _same_operands(one: LayerText, other: LayerText) -> bool:
     """Whether operands have the same shapes, strides and devices; what nothing is known of must be the very same."""
     if len(one.operands) != len(other.operands):
         return False
@@ -274,7 +274,7 @@ def _is_view_or_unknown(node: fx.Node) -> bool:
     return not isinstance(node.meta.get("val"), torch.Tensor) or _memory(node) in {_memory(given) for given in node.all_input_nodes}
 
 
-def _apart(nodes: Sequence[fx.Node], repeated: RepeatedLayers, layers: Sequence[Layer], outputs: Sequence[int]) -> bool:
+def _apart(nodes: Sequence[fx.Node], repeated: RepeatedLayers, layers: Sequence[LayerText], outputs: Sequence[int]) -> bool:
     """Whether no run is given memory twice that it writes, nor a part of a tensor from its middle, nor returns memory that it was given."""
     for number, layer in enumerate(layers):
         members = _members(nodes, repeated, number)
@@ -312,7 +312,7 @@ def _written(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _replace(
-    module: fx.GraphModule, nodes: Sequence[fx.Node], repeated: RepeatedLayers, layers: Sequence[Layer], outputs: Sequence[int]
+    module: fx.GraphModule, nodes: Sequence[fx.Node], repeated: RepeatedLayers, layers: Sequence[LayerText], outputs: Sequence[int]
 ) -> None:
     """Put a call of one region in place of each run."""
     graph = module.graph
@@ -341,7 +341,7 @@ def _replace(
     module.recompile()
 
 
-def _region(module: fx.GraphModule, members: Sequence[fx.Node], layer: Layer, outputs: Sequence[int]) -> fx.GraphModule:
+def _region(module: fx.GraphModule, members: Sequence[fx.Node], layer: LayerText, outputs: Sequence[int]) -> fx.GraphModule:
     """One run as a graph of its own, from its operands to its outputs."""
     graph, env = fx.Graph(), {}
     for at, operand in enumerate(layer.operands):

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from kvcompile import schemes
-from kvcompile.lowering.decode.config import AttendConfig, Beside, Bias, Masks
+from kvcompile.lowering.decode.config import AttendConfig, Bias, ExtraOperands, Masks
 from kvcompile.lowering.decode.offline import attend_source, compile_offline
 from kvcompile.lowering.decode.tiles import choose_tiles, ragged_splits, splits_for, writes_directly
 from kvcompile.lowering.ops import operations as ops
@@ -108,7 +108,7 @@ def site_kernel(node: fx.Node, arch: str, hint: Callable[[Any], int]) -> SiteKer
     slots = ((given.key_scheme, keys, Role.KEY, head_dim), (given.value_scheme, values, Role.VALUE, hint(given.value_dim)))
     formats = [schemes.parse(text).format(SlotSpec(kv_heads, dim, planes[0].dtype, role)) for text, planes, role, dim in slots]
     scales = [_half(planes, fmt) for (_, planes, _, _), fmt in zip(slots, formats, strict=True)]
-    beside = Beside(
+    beside = ExtraOperands(
         bool(exact_newest), base is not None and hint(base.shape[0]) != 1, hint(rope[0].shape[2]) if rope else 0,
         bool(given.interleaved), rope is not None and hint(rope[0].shape[0]) != 1,
         hint(given.exact_first[0].shape[3]) if given.exact_first else 0, given.exact_first_at is not None,

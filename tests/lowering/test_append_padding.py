@@ -40,7 +40,7 @@ def compare(text: str, module: str, name: str) -> None:
     Single tokens go through the function ``name`` of ``module``.
     """
     from kvcompile.lowering.append import window_blocks
-    from kvcompile.lowering.append.window_token import Slot
+    from kvcompile.lowering.append.window_token import WindowSlot
 
     fuse()
     one = getattr(importlib.import_module(module), name)
@@ -50,7 +50,7 @@ def compare(text: str, module: str, name: str) -> None:
         x = torch.randn(BATCH, KV, sum(count for count, _ in CHUNKS), DIM, generator=torch.Generator().manual_seed(1))
         for index, (count, begins) in enumerate(CHUNKS):
             new, pos, origin = x[:, :, at : at + count], torch.arange(at, at + count)[None], torch.tensor(begins)
-            slot = Slot(new, found, pos, origin, half.spec())
+            slot = WindowSlot(new, found, pos, origin, half.spec())
             used = slot.used
             if count > 1 and text == "certified":
                 mine = windows.append_window_body(new, found, pos, origin, half.spec())

@@ -13,7 +13,7 @@ from kvcompile import schemes
 from kvcompile.extensions.smartkv import codes
 from kvcompile.extensions.smartkv.kernels import bit_fields
 from kvcompile.lowering.codegen.bit_tricks import multiplied, scaled_by
-from kvcompile.lowering.decode.slot_plan import SlotPlan, slot_plan
+from kvcompile.lowering.decode.slot_plan import TemplateSlot, slot_plan
 from kvcompile.types import Role, SlotSpec
 
 CODED = ("int8", "fp8", "int4", "kivi", "kivi(bits=4)", "int8-static", "fp8-static")
@@ -95,7 +95,7 @@ def pairs(count: int = 4096) -> np.ndarray:
     return words[generator.permutation(words.size)[:count]]
 
 
-def eager(plan: SlotPlan, scheme: str, role: Role, index: int, words: np.ndarray) -> np.ndarray:
+def eager(plan: TemplateSlot, scheme: str, role: Role, index: int, words: np.ndarray) -> np.ndarray:
     """What piece ``index`` of a chunk of two view words holds, [..., 2]."""
     fmt = schemes.parse(scheme).format(SlotSpec(1, plan.dim, torch.uint8, role))
     part, byte = divmod(index, 2)

@@ -23,7 +23,7 @@ from kvcompile.lowering import attend_kernels
 from kvcompile.lowering.attend_kernels import DECODE, GLUON, KERNELS, AttendFacts, choose
 from kvcompile.lowering.compile import gluon_choice
 from kvcompile.lowering.gluon import eligibility, launch, lower
-from kvcompile.lowering.gluon.eligibility import Choice, SingleTokenFacts, choosing, single_token_facts
+from kvcompile.lowering.gluon.eligibility import GluonSettings, SingleTokenFacts, choosing, single_token_facts
 from kvcompile.settings import Gluon, Settings
 from kvcompile.types import Role, SlotSpec
 
@@ -83,14 +83,14 @@ def test_a_triton_without_it_is_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_setting_decides_whether_it_is_asked() -> None:
     asked = {
-        (setting, replayed): Choice(setting, replayed).open for setting in Gluon for replayed in (False, True)
+        (setting, replayed): GluonSettings(setting, replayed).open for setting in Gluon for replayed in (False, True)
     }
     assert asked == {
         (Gluon.MEASURED, False): False, (Gluon.MEASURED, True): True, (Gluon.ALWAYS, False): True, (Gluon.ALWAYS, True): True,
         (Gluon.NEVER, False): False, (Gluon.NEVER, True): False,
     }
     assert single_token_facts(4, 0.0) is None
-    with choosing(Choice(Gluon.ALWAYS)):
+    with choosing(GluonSettings(Gluon.ALWAYS)):
         found = single_token_facts(4, 5.0)
     assert found is not None and (found.group, found.softcap, found.measured) == (4, 5.0, False)
     assert single_token_facts(4, 0.0) is None
@@ -103,7 +103,7 @@ def test_cuda_graphs_are_found_in_modes_and_options() -> None:
     assert gluon_choice(plain, "reduce-overhead", None).replayed and not gluon_choice(plain, None, None).replayed
     assert gluon_choice(plain, None, {"triton.cudagraphs": True}).replayed
     assert not gluon_choice(plain, "reduce-overhead", None, replayed=False).replayed
-    assert gluon_choice(Settings(mode="max-autotune", gluon=Gluon.NEVER), None, None) == Choice(Gluon.NEVER, True)
+    assert gluon_choice(Settings(mode="max-autotune", gluon=Gluon.NEVER), None, None) == GluonSettings(Gluon.NEVER, True)
 
 
 def test_a_kernel_that_does_not_compile_is_the_templates(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

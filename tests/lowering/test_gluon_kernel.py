@@ -12,7 +12,7 @@ from launched import argument, compile_launch, run_launch
 from test_triton_attend import Case, check, operands
 
 from kvcompile.lowering.decode.offline import hot_way
-from kvcompile.lowering.gluon.config import Cut, Merge, ragged_splits, splits_for
+from kvcompile.lowering.gluon.config import Merge, TileConfig, ragged_splits, splits_for
 from kvcompile.lowering.gluon.launch import Device, launches
 from kvcompile.lowering.gluon.plan import DEFAULT, MEASURED, NoFragments, cut_of, key_plan, measured, value_plan
 from kvcompile.lowering.ops.operands import AttendOperands
@@ -144,7 +144,7 @@ def test_splits_follow_the_capacity_and_the_device() -> None:
     assert splits_for(int4, 8, 132, 8192) == 32 and splits_for(int4, 8, 132, 1024) == 16
     assert splits_for(int4, 8, 132, 64) == 2 and splits_for(int4, 4096, 132, 131072) == 1
     assert ragged_splits(8, 1) == 8 and ragged_splits(8, 4) == 32 and ragged_splits(132, 16) == 256
-    assert all(cut.tile == cut.warps * cut.tokens and 64 % cut.tokens == 0 for cut in (int4, kivi, Cut(1, 32, 3, 8)))
+    assert all(cut.tile == cut.warps * cut.tokens and 64 % cut.tokens == 0 for cut in (int4, kivi, TileConfig(1, 32, 3, 8)))
 
 
 def test_the_merge_follows_the_pairs_and_not_the_capacity() -> None:

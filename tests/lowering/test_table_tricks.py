@@ -13,7 +13,7 @@ from inline_assembly import LANES, Warp
 from kvcompile import schemes
 from kvcompile.lowering.codegen import prmt_key_lookup, shared_tables, smem_value_lookup, vector_scales
 from kvcompile.lowering.decode.slot_plan import INDEX_BITS as BITS
-from kvcompile.lowering.decode.slot_plan import SlotPlan, slot_plan
+from kvcompile.lowering.decode.slot_plan import TemplateSlot, slot_plan
 from kvcompile.schemes.asymmetric import pack
 from kvcompile.types import Role
 
@@ -52,7 +52,7 @@ def random_words(count: int, seed: int = 0) -> list[np.ndarray]:
     return [generator.integers(0, 1 << 32, 8 * LANES, dtype=np.uint64) for _ in range(count)]
 
 
-def plan_of(bits: int, role: Role, dim: int = 128) -> SlotPlan:
+def plan_of(bits: int, role: Role, dim: int = 128) -> TemplateSlot:
     """The plan of a slot of ``beyond``."""
     return slot_plan(schemes.parse(f"beyond(bits={bits})").spec(), role, dim, torch.uint8, torch.bfloat16, wide=True, packed=True)
 

@@ -16,7 +16,7 @@ from test_triton_attend import config_of
 from kvcompile import schemes
 from kvcompile.lowering.codegen.template_sizes import whole
 from kvcompile.lowering.decode import offline
-from kvcompile.lowering.decode.config import Beside, Bias, Masks, Tile
+from kvcompile.lowering.decode.config import Bias, ExtraOperands, Masks, Tile
 from kvcompile.lowering.decode.offline import Operand
 from kvcompile.lowering.prefill import offline as prefill_offline
 from kvcompile.lowering.prefill.config import PrefillConfig
@@ -28,7 +28,8 @@ BARE = re.compile(r".*(?:(?<!\()1 \+ s0|1 \+ s0(?!\))).*")
 
 def _decode_text(scheme: str, queries: int) -> str:
     """The decode kernel's text with sums for strides, without its signature."""
-    beside = Beside(exact_newest=scheme.startswith("kivi"), base_per_batch=scheme.startswith("kivi"), rotary_dim=64, rope_per_batch=True)
+    windowed = scheme.startswith("kivi")
+    beside = ExtraOperands(exact_newest=windowed, base_per_batch=windowed, rotary_dim=64, rope_per_batch=True)
     config = config_of(scheme, masks=MASKS, beside=beside, one_query=queries == 1)
     operands = _symbolic(offline.operands_for(config, 3, queries))
     return offline.render(config, operands, offline.output_for(config, 3, queries)).split("):", 1)[1]

@@ -75,7 +75,9 @@ def compare() -> None:
             # The last one is out of order; with two pages, tokens 128 and on are beyond the store.
             for at in (*range(before, before + 3), before + 9):
                 pos, new = torch.full((rows, 1), at), x[:, :, min(at, before + 2)].unsqueeze(2)
-                slots = [triton_append.Slot(new, planes, pos, origin, half.spec()) for planes, half in zip(kernel, halves, strict=True)]
+                slots = [
+                    triton_append.WindowSlot(new, planes, pos, origin, half.spec()) for planes, half in zip(kernel, halves, strict=True)
+                ]
                 assert all(triton_append.fits(slot) for slot in slots)
                 # The clock is read before it moves on.
                 origins = [slot.used for slot in slots]

@@ -73,7 +73,7 @@ def compare(case: int) -> None:
     All origins in all pieces take the interpreter minutes: a case has each pieces with an origin of its own, all cases have all pairs.
     """
     from kvcompile.lowering.append import window_blocks as kernels
-    from kvcompile.lowering.append.window_token import Slot
+    from kvcompile.lowering.append.window_token import WindowSlot
 
     fuse()
     text, dim, dtype, pages = CASES[case]
@@ -83,7 +83,7 @@ def compare(case: int) -> None:
     for pieces, (origin, rows) in zip(PIECES, (origins() * 2)[case % 4 :], strict=False):
         wanted, found, alone = (empty(text, dim, dtype, pages) for _ in range(3))
         for index, (which, pos) in enumerate(calls(count, pieces, rows)):
-            slots = [Slot(x[:, :, which], planes, pos, origin, half) for x, planes, half in zip(new, found, halves, strict=True)]
+            slots = [WindowSlot(x[:, :, which], planes, pos, origin, half) for x, planes, half in zip(new, found, halves, strict=True)]
             assert all(kernels.fits(slot) for slot in slots), text
             # The clock is read before it moves on.
             used = [slot.used for slot in slots]
@@ -126,11 +126,11 @@ def test_pieces_are_the_whole(text: str, dim: int, dtype: torch.dtype, pages: in
 def test_what_the_kernels_do_not_know(text: str, count: int, dim: int, window: int) -> None:
     pytest.importorskip("triton")
     from kvcompile.lowering.append.window_blocks import fits
-    from kvcompile.lowering.append.window_token import Slot
+    from kvcompile.lowering.append.window_token import WindowSlot
 
     planes = empty(text, dim, torch.bfloat16, 2)[0]
     x, half = torch.zeros(BATCH, KV, count, dim, dtype=torch.bfloat16), schemes.parse(text).for_role(Role.KEY).spec()
-    slot = Slot(x, planes, torch.arange(count)[None], None, half)
+    slot = WindowSlot(x, planes, torch.arange(count)[None], None, half)
     assert slot.window.shape[3] == window
     assert not fits(slot)
 

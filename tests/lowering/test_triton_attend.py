@@ -13,7 +13,7 @@ from interpreted import interpreted
 
 from kvcompile import schemes
 from kvcompile.lowering.decode import offline
-from kvcompile.lowering.decode.config import AttendConfig, Beside, Bias, Masks, Tile
+from kvcompile.lowering.decode.config import AttendConfig, Bias, ExtraOperands, Masks, Tile
 from kvcompile.lowering.ops.kept_tokens import kept_tokens as kept_of_runs
 from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.lowering.ops.operations import attend_body
@@ -427,7 +427,7 @@ def run_kernel(
     config = AttendConfig(
         args["key_scheme"], args["value_scheme"], case.D, case.Dv, case.K, case.G, case.dtype, keys[0].dtype, values[0].dtype,
         args["scale"], case.softcap, case.S == 1, masks,
-        Beside(case.exact_newest > 0, True, case.rotary, case.interleaved, False, case.exact_first, case.exact_first_at is not None),
+        ExtraOperands(case.exact_newest > 0, True, case.rotary, case.interleaved, False, case.exact_first, case.exact_first_at is not None),
         keys[0].shape[3], not case.plain, case.splits, case.shares, case.direct, wide_keys=True, wide_values=True, packed=packed,
         key_scale_pack=scale_pack(keys, formats[0]), value_scale_pack=scale_pack(values, formats[1]),
         key_generic=not half[0], value_generic=not half[1], tile=case.tile,
@@ -540,12 +540,15 @@ COMPILED = [
     ("int8-static", "sm_80", {}), ("fp8-static", "sm_80", {}),
     ("fp8-static", "sm_90", {"tile": Tile(64, 64, False, 4, 3), "one_query": False}), ("int8-static", "sm_100", {"one_query": False}),
     ("dense", "sm_90", {"tile": Tile(64, 64, False, 4, 3), "one_query": False, "direct": True, "splits": 1}),
-    ("kivi", "sm_90", {"tile": Tile(32, 8, True, 1, 3), "beside": Beside(exact_newest=True)}),
-    ("kivi(bits=3)", "sm_80", {"tile": Tile(32, 8, True, 4, 2), "beside": Beside(exact_newest=True, rotary_dim=128)}),
-    ("normed", "sm_90", {"tile": Tile(32, 8, True, 1, 3), "beside": Beside(exact_newest=True, exact_first=4), "value_scheme": "kivi"}),
+    ("kivi", "sm_90", {"tile": Tile(32, 8, True, 1, 3), "beside": ExtraOperands(exact_newest=True)}),
+    ("kivi(bits=3)", "sm_80", {"tile": Tile(32, 8, True, 4, 2), "beside": ExtraOperands(exact_newest=True, rotary_dim=128)}),
+    (
+        "normed", "sm_90",
+        {"tile": Tile(32, 8, True, 1, 3), "beside": ExtraOperands(exact_newest=True, exact_first=4), "value_scheme": "kivi"},
+    ),
     ("beyond", "sm_80", {"tile": Tile(32, 8, True, 1, 3, 2, 1), "value_scale_pack": 4, "key_scale_pack": 4}),
     ("beyond(bits=3)", "sm_100", {"tile": Tile(32, 8, True, 1, 3), "value_scale_pack": 4, "key_scale_pack": 4}),
-    ("lookup", "sm_100", {"tile": Tile(32, 16, True, 4, 2), "one_query": False, "beside": Beside(rotary_dim=64, interleaved=True)}),
+    ("lookup", "sm_100", {"tile": Tile(32, 16, True, 4, 2), "one_query": False, "beside": ExtraOperands(rotary_dim=64, interleaved=True)}),
 ]
 
 
@@ -564,7 +567,7 @@ def test_norms_are_copied_asynchronously() -> None:
     """As words and scales are: a load of their own, 16 bits a thread, took a quarter of the kernel's time on an H200."""
     copies = []
     for scheme in ("kivi", "normed"):
-        config = config_of(scheme, value_scheme="kivi", tile=Tile(32, 8, True, 1, 3), beside=Beside(exact_newest=True))
+        config = config_of(scheme, value_scheme="kivi", tile=Tile(32, 8, True, 1, 3), beside=ExtraOperands(exact_newest=True))
         built = offline.compile_offline(offline.attend_source(config), config)
         copies.append(str(built["ttgir"]).count("async_copy_global_to_local"))
     assert copies[1] > copies[0]
@@ -609,7 +612,7 @@ def test_rows_of_one_length_keep_their_splits() -> None:
     """More splits only where rows may differ in length and have more than one program each."""
     from kvcompile.lowering.decode.tiles import ONE_PASS, ragged_splits
 
-    uniform, exact_newest = Masks(hi_per_batch=False, lo_per_batch=False), Beside(exact_newest=True)
+    uniform, exact_newest = Masks(hi_per_batch=False, lo_per_batch=False), ExtraOperands(exact_newest=True)
     config = config_of("int8", masks=Masks(lo_per_batch=False))
     assert ragged_splits(config, 8, 16) == (64, 8)
     assert ragged_splits(config, 8, 2) == (16, 8)
@@ -631,7 +634,7 @@ def test_the_merge_has_few_terms(scheme: str, tokens: int) -> None:
 
     window = schemes.parse(scheme).window > 0
     counts = set()
-    for beside in (Beside(exact_newest=window), Beside(exact_newest=window, exact_first=4)):
+    for beside in (ExtraOperands(exact_newest=window), ExtraOperands(exact_newest=window, exact_first=4)):
         config = choose_tiles(config_of(scheme, masks=Masks(lo_per_batch=False), beside=beside), 4, PAGE, False, SHARED_MEMORY["sm_90"])[0]
         for batch, heads, multiprocessors in itertools.product((1, 2, 3, 4, 7, 16), (1, 2, 8, 32), (108, 132, 148)):
             counts.add(ragged_splits(config, splits_for(config, 4, batch * heads, multiprocessors, tokens), batch)[0])
@@ -644,7 +647,7 @@ def test_the_merge_has_few_terms(scheme: str, tokens: int) -> None:
 def test_queries_wider_than_the_newest_tokens_compile(scheme: str) -> None:
     """GPT-J and CodeGen attend in float32 over a cache in bfloat16: the newest tokens are brought to the queries' type."""
     spell = [schemes.parse(scheme).for_role(role).spec() for role in Role]
-    base = config_of("kivi", tile=Tile(32, 8, True, 1, 3), beside=Beside(exact_newest=True), splits=4)
+    base = config_of("kivi", tile=Tile(32, 8, True, 1, 3), beside=ExtraOperands(exact_newest=True), splits=4)
     config = dataclasses.replace(base, key_scheme=spell[0], value_scheme=spell[1], dtype=torch.float32)
     source = offline.attend_source(config)
     operands = offline.operands_for(config)

@@ -62,7 +62,7 @@ def compare(text: str, dtype: torch.dtype, device: str = "cpu") -> None:
     wanted, found = ([plane.to(device) for plane in planes] for planes in stores(text, dtype, 3))
     for begin, end in ((0, 95), *((at, at + 1) for at in range(95, 98)), (98, 127), (127, 128)):
         pos, new = torch.arange(begin, end, device=device)[None], x[:, :, begin:end]
-        slot = triton_append.Slot(new, found, pos, None, scheme.spec())
+        slot = triton_append.WindowSlot(new, found, pos, None, scheme.spec())
         one = triton_append.fits(slot)
         assert one == (end - begin == 1) and (one or triton_append_blocks.fits(slot))
         used = slot.used
@@ -97,7 +97,7 @@ def test_what_is_too_narrow_is_the_body_s() -> None:
     new, pos = torch.zeros(BATCH, KV, 1, DIM), torch.zeros(1, 1, dtype=torch.int64)
     for text, known in (("squat(subblock=8)", False), ("squat(subblock=16)", True), ("squat(group=8,window=8)", False)):
         planes, _ = stores(text, torch.float32, 1)
-        slot = triton_append.Slot(new, planes, pos, None, schemes.parse(text).for_role(Role.KEY).spec())
+        slot = triton_append.WindowSlot(new, planes, pos, None, schemes.parse(text).for_role(Role.KEY).spec())
         assert triton_append.fits(slot) is known, text
 
 

@@ -171,10 +171,10 @@ def test_a_derived_scheme_inherits_no_kernel(derived: Scheme, monkeypatch: pytes
     planes = [torch.zeros(plane.shape(1, 1, 2), dtype=plane.dtype) for plane in derived.layout(spec).planes]
     x, pos = torch.randn(1, 2, 1, 64), torch.zeros(1, 1, dtype=torch.int64)
     if derived.window:
-        from kvcompile.lowering.append.window_token import Slot, known
+        from kvcompile.lowering.append.window_token import WindowSlot, known
 
-        assert known(Slot(x, planes, pos, None, parent.for_role(Role.VALUE).spec())) and not known(
-            Slot(x, planes, pos, None, derived.spec())
+        assert known(WindowSlot(x, planes, pos, None, parent.for_role(Role.VALUE).spec())) and not known(
+            WindowSlot(x, planes, pos, None, derived.spec())
         )
     else:
         from kvcompile.lowering.append.rows import Rows, fits

@@ -23,7 +23,7 @@ import triton.language as tl
 from kvcompile import schemes
 from kvcompile.extensions.certified.scheme import BLOCK, Certified
 from kvcompile.lowering.append.rounding import MAGIC
-from kvcompile.lowering.append.window_token import Slot, held_behind, minmax_codes, origin_of
+from kvcompile.lowering.append.window_token import WindowSlot, held_behind, minmax_codes, origin_of
 from kvcompile.lowering.host.launches import Direct, Launcher
 from kvcompile.lowering.ops.append_window import _encoded, one_token
 from kvcompile.schemes.symmetric import SCALE_ULP, TINY
@@ -193,7 +193,7 @@ def is_certified(spelled: str) -> bool:
     return isinstance(scheme, Certified) and scheme.half is not Half.AUTO
 
 
-def fits(slot: Slot) -> bool:
+def fits(slot: WindowSlot) -> bool:
     """Whether the kernel knows this append: one token, channels that are a power of two, contiguous planes."""
     D = slot.x.shape[3]
     if not one_token(slot.x) or not is_certified(slot.scheme) or D & (D - 1) or slot.x.dtype not in {
@@ -215,7 +215,7 @@ def _contiguous(plane: torch.Tensor) -> bool:
     return plane.stride(0) == step or (isinstance(plane.shape[0], int) and plane.shape[0] == 1)
 
 
-def _split(slot: Slot) -> tuple[torch.Tensor, ...]:
+def _split(slot: WindowSlot) -> tuple[torch.Tensor, ...]:
     """The planes codes, scales, zeros, notes and originals, and places; originals stand for codes where there are none."""
     planes = slot.planes[: _encoded(slot.planes)]
     if len(planes) > 2:
@@ -224,7 +224,7 @@ def _split(slot: Slot) -> tuple[torch.Tensor, ...]:
     return originals, originals, originals, notes, originals
 
 
-def _operands(slot: Slot, exact_newest: torch.Tensor) -> tuple[object, ...]:
+def _operands(slot: WindowSlot, exact_newest: torch.Tensor) -> tuple[object, ...]:
     """Arguments of the kernels, in their order: whole planes, no views."""
     codes, scales, zeros, notes, originals, *more = _split(slot)
     origin = slot.pos if slot.origin is None else slot.origin
@@ -236,7 +236,7 @@ def _operands(slot: Slot, exact_newest: torch.Tensor) -> tuple[object, ...]:
     )
 
 
-def _constants(slot: Slot, suffix: str = "") -> dict[str, Any]:
+def _constants(slot: WindowSlot, suffix: str = "") -> dict[str, Any]:
     """Constants of the kernels, by name."""
     scheme = schemes.parse(slot.scheme)
     assert isinstance(scheme, Certified)
@@ -250,7 +250,7 @@ def _constants(slot: Slot, suffix: str = "") -> dict[str, Any]:
     return {name + suffix: value for name, value in named.items()}
 
 
-def append_certified(slots: Sequence[Slot], launcher: Launcher | None = None) -> list[torch.Tensor]:
+def append_certified(slots: Sequence[WindowSlot], launcher: Launcher | None = None) -> list[torch.Tensor]:
     """The newest tokens that ``append_window_body`` gives for one slot or two of what ``fits``, in one launch; None launches at once."""
     launcher = launcher or Direct(slots[0].x.device.type == "cuda")
     results = [slot.exact_newest() for slot in slots]

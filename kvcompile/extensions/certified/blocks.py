@@ -12,7 +12,7 @@ import torch
 
 from kvcompile.extensions.certified.scheme import BLOCK
 from kvcompile.lowering.certificate.bound_printer import aten
-from kvcompile.lowering.certificate.logits import NEAR, Scores
+from kvcompile.lowering.certificate.logits import NEAR, LogitInputs
 from kvcompile.schemes.certificate import bounds
 
 # Printed once, at import: Dynamo then sees plain functions.
@@ -81,7 +81,7 @@ class Deviations(NamedTuple):
 
 
 def deviations(
-    scores: Scores, steps: torch.Tensor, zeros: torch.Tensor, notes: Notes, live: torch.Tensor, alone: torch.Tensor
+    scores: LogitInputs, steps: torch.Tensor, zeros: torch.Tensor, notes: Notes, live: torch.Tensor, alone: torch.Tensor
 ) -> Deviations:
     """Theorems 1 and 6. ``steps`` and ``zeros`` [B, K, N, D] of the key codes; blocks that are not ``live`` deviate by nothing."""
     radius = _radius(step=steps, zero=zeros.abs())

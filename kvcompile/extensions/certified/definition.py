@@ -33,8 +33,8 @@ from kvcompile.extensions.certified.checks import logits_differ, notes_differ, r
 from kvcompile.extensions.certified.promotion import promote_further_values, promote_keys
 from kvcompile.extensions.certified.scheme import BLOCK, Certified
 from kvcompile.lowering.certificate import head_bounds
-from kvcompile.lowering.certificate.head_bounds import Sum, Values, causes_of
-from kvcompile.lowering.certificate.logits import Scores, gaps, visible_to_queries
+from kvcompile.lowering.certificate.head_bounds import Sum, ValueBounds, causes_of
+from kvcompile.lowering.certificate.logits import LogitInputs, gaps, visible_to_queries
 from kvcompile.lowering.certificate.telemetry import Counted, counts_of, figures_of
 from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.lowering.ops.operations import as_tokens, attend_body, with_exact_rows
@@ -82,7 +82,7 @@ def certified_step(
     seen = visible.tokens.any(2)
     k, v = _sides(scheme, operands, originals, seen)
     query = q.unflatten(1, heads).flatten(2, 3).to(torch.float32)
-    scores = Scores(query, visible.tokens, extra, operands.scale, operands.softcap)
+    scores = LogitInputs(query, visible.tokens, extra, operands.scale, operands.softcap)
     notes = notes_of(as_tokens(keys[-1]), as_tokens(operands.values[-1]), k.coded, v.coded, visible.alone, seen)
     live = visible.live.expand(B, K, -1, -1)
     codes = live & ~visible.alone.unsqueeze(2)
@@ -107,7 +107,7 @@ def certified_step(
     chosen = promote_further_values(head_bounds.value_terms(softmax, coded_values), promoted.values, rules)
     eta, original_values = torch.where(chosen, 0, coded_values), chosen | promoted.explored
     output = _output(logits_of(promoted.read, logits), top, v, original_values, sink)
-    certificate = head_bounds.certificate(softmax, left, Values(nu, eta), output, q.dtype)
+    certificate = head_bounds.certificate(softmax, left, ValueBounds(nu, eta), output, q.dtype)
 
     known = live & (visible.alone.unsqueeze(2) | promoted.read)
     causes = causes_of(certificate, rules)
@@ -224,7 +224,7 @@ def _output(
 
 
 def _dense_arithmetic(
-    scores: Scores, logits: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor, live: torch.Tensor,
+    scores: LogitInputs, logits: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor, live: torch.Tensor,
     sink: torch.Tensor | None, dtype: torch.dtype, has_bias: bool,
 ) -> torch.Tensor:
     """How far the dense result may be from the exact one, [B, K, Q]: float32 sums over all tokens in any order."""
@@ -235,7 +235,7 @@ def _dense_arithmetic(
     own = deviations(scores, steps, steps, Notes(none, mu, none, nu), live, torch.zeros_like(mu, dtype=torch.bool))
     delta = biased(own.originals, live, top) if has_bias else own.originals
     found = head_bounds.certificate(
-        softmax, delta, Values(torch.where(live, nu.unsqueeze(2), 0), torch.zeros_like(delta)), output, dtype,
+        softmax, delta, ValueBounds(torch.where(live, nu.unsqueeze(2), 0), torch.zeros_like(delta)), output, dtype,
         head_bounds.CHAIN + 2.0 * k.shape[2],
     )
     return found.key + found.arithmetic

@@ -96,9 +96,9 @@ def _windows(calls: list[tuple[Any, ...]]) -> list[tuple[torch.Tensor, torch.Ten
         return [ops.append_window_body(*call) if one_token(call[0]) else ops.append_window(*call) for call in calls]
     if calls[0][0].device.type == "cuda":
         from kvcompile.lowering.append import window_blocks as triton_append_blocks
-        from kvcompile.lowering.append.window_token import Slot, fits
+        from kvcompile.lowering.append.window_token import WindowSlot, fits
 
-        slots = [Slot(*call) for call in calls]
+        slots = [WindowSlot(*call) for call in calls]
         many = all(triton_append_blocks.fits(slot) and slot.x.shape[0] == slots[0].x.shape[0] for slot in slots)
         own = own_append(slots)
         if many or all(fits(slot) for slot in slots) or (own is not None and all(own.fits(slot) for slot in slots)):

@@ -60,7 +60,7 @@ def windows_by_kernels(launcher: Launcher, *operands: Any) -> list[torch.Tensor]
     from kvcompile.lowering.append import window_token as triton_append
 
     slots = [
-        triton_append.Slot(x, [*planes, *([] if moves is None else [moves])], pos, origin, scheme)
+        triton_append.WindowSlot(x, [*planes, *([] if moves is None else [moves])], pos, origin, scheme)
         for x, planes, moves, pos, origin, scheme in _slots(operands, WINDOW_OPERANDS)
     ]
     if (own := own_append(slots)) is not None:

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from kvcompile.lowering.append.rounding import quads_of_words
-from kvcompile.lowering.append.window_token import NORMED, Slot, corrected, held_behind, known, minmax_codes, normed, origin_of
+from kvcompile.lowering.append.window_token import NORMED, WindowSlot, corrected, held_behind, known, minmax_codes, normed, origin_of
 from kvcompile.lowering.host.launches import Direct, Launcher
 
 TILE = 4096
@@ -274,7 +274,7 @@ def roll_two(
 class Blocks(NamedTuple):
     """A slot of many tokens, and how programs share it."""
 
-    slot: Slot
+    slot: WindowSlot
     exact_newest: torch.Tensor
 
     @property
@@ -342,13 +342,13 @@ class Blocks(NamedTuple):
         return {name + suffix: value for name, value in named.items()}
 
 
-def rows_of(slot: Slot) -> int:
+def rows_of(slot: WindowSlot) -> int:
     """Positions of a program: about TILE elements, whole blocks, within one page; all are powers of two."""
     constants = slot.constants()
     return max(int(str(constants["BLOCK"])), min(slot.planes[0].shape[3], TILE // slot.x.shape[3]))
 
 
-def fits(slot: Slot) -> bool:
+def fits(slot: WindowSlot) -> bool:
     """Whether the kernels know this append: many tokens, or a symbol of them, of what is ``known``, in tiles that fit a program."""
     S, D = slot.x.shape[2:]
     if (isinstance(S, int) and S < 2) or not known(slot) or D > TILE or slot.window.dtype != slot.x.dtype:
@@ -357,10 +357,10 @@ def fits(slot: Slot) -> bool:
     return rows * D <= MOST_ELEMENTS and page % rows == 0 and (slot.origin is None or slot.origin.is_contiguous())
 
 
-def append_window_blocks(slots: Sequence[Slot], launcher: Launcher | None = None) -> list[torch.Tensor]:
+def append_window_blocks(slots: Sequence[WindowSlot], launcher: Launcher | None = None) -> list[torch.Tensor]:
     """The newest tokens that ``append_window_body`` of many gives for one slot or two of one batch, in two launches; for what ``fits``.
 
-    None launches at once. Origins in force are ``Slot.used``, to be asked for before.
+    None launches at once. Origins in force are ``WindowSlot.used``, to be asked for before.
     """
     launcher, batch = launcher or Direct(slots[0].x.device.type == "cuda"), slots[0].x.shape[0]
     assert all(slot.x.shape[0] == batch for slot in slots)

@@ -260,7 +260,7 @@ def append_two(
         )
 
 
-class Slot(NamedTuple):
+class WindowSlot(NamedTuple):
     """The operands of ``append_window``."""
 
     x: torch.Tensor
@@ -348,7 +348,7 @@ class Slot(NamedTuple):
         return {name + suffix: value for name, value in named.items()}
 
 
-def known(slot: Slot) -> bool:
+def known(slot: WindowSlot) -> bool:
     """Whether kernels know the scheme and the planes: min-max codes, sizes that are powers of two, planes that lie in order."""
     rule = schemes.parse(slot.scheme).minmax(slot.x.shape[3])
     D, W = slot.x.shape[3], slot.window.shape[3]
@@ -365,15 +365,15 @@ def known(slot: Slot) -> bool:
     return in_order and rows and slot.x.dtype in {torch.float16, torch.bfloat16, torch.float32}
 
 
-def fits(slot: Slot) -> bool:
+def fits(slot: WindowSlot) -> bool:
     """Whether the kernel knows this append: one token of what is ``known``."""
     return one_token(slot.x) and known(slot)
 
 
-def append_window_slots(slots: Sequence[Slot], launcher: Launcher | None = None) -> list[torch.Tensor]:
+def append_window_slots(slots: Sequence[WindowSlot], launcher: Launcher | None = None) -> list[torch.Tensor]:
     """The newest tokens that ``append_window_body`` of one token gives for one slot or two, in one launch; for what ``fits``.
 
-    None launches at once. Origins in force are ``Slot.used``, to be asked for before.
+    None launches at once. Origins in force are ``WindowSlot.used``, to be asked for before.
     """
     launcher = launcher or Direct(slots[0].x.device.type == "cuda")
     results = [slot.exact_newest() for slot in slots]

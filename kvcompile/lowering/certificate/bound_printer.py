@@ -117,7 +117,7 @@ class _Aten(StrPrinter):
         return repr(float(expr))
 
 
-class _Triton(_Aten):
+class _TritonPrinter(_Aten):
     """The printer of a bound as Triton functions, where ``kernels.bounds`` has what Triton lacks; NaN stays, as it does in ATen."""
 
     def _call(self, name: str, expression: sympy.Expr) -> str:
@@ -162,7 +162,7 @@ def triton_source(bound: Bound) -> str:
     """A Triton function of the bound's arguments, in order: tensors of ``dtype_of`` or numbers."""
     if dtype_of(bound) is not torch.float64:
         raise UnprintableBound(found=f"{bound.name} in float32, which kernels take as constants")
-    return f"@triton.jit\ndef {bound.name}({', '.join(bound.arguments)}):\n    return {_outward(bound, _Triton(), 'tl.abs')}\n"
+    return f"@triton.jit\ndef {bound.name}({', '.join(bound.arguments)}):\n    return {_outward(bound, _TritonPrinter(), 'tl.abs')}\n"
 
 
 def _outward(bound: Bound, printer: StrPrinter, magnitude: str) -> str:

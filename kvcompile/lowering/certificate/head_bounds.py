@@ -51,7 +51,7 @@ class Sum(NamedTuple):
         return (total(_total_term(weight=self.weight, gap=self.gap)) + self.sink * (1 - 2.0**-20)).clamp(min=LEAST_NORMAL)
 
 
-class Values(NamedTuple):
+class ValueBounds(NamedTuple):
     """Bounds of each block's values: nu, and eta, zero where originals are used; float64 [B, K, Q, N], zero where not visible."""
 
     nu: torch.Tensor
@@ -69,7 +69,7 @@ def value_terms(softmax: Sum, eta: torch.Tensor) -> torch.Tensor:
     return _value(value_sum=mass_times_eta, total=softmax.total.unsqueeze(-1))
 
 
-def key_bound(softmax: Sum, delta: torch.Tensor, values: Values, center: torch.Tensor) -> torch.Tensor:
+def key_bound(softmax: Sum, delta: torch.Tensor, values: ValueBounds, center: torch.Tensor) -> torch.Tensor:
     """E_key, [B, K, Q]: all deviations of logits together, those of exact keys by rounding included."""
     block = dict(weight=softmax.weight, gap=softmax.gap, delta=delta)
     least = total(_least_term(**block)) + softmax.sink * (1 - 2.0**-20)
@@ -79,7 +79,7 @@ def key_bound(softmax: Sum, delta: torch.Tensor, values: Values, center: torch.T
     )
 
 
-def accumulation(softmax: Sum, values: Values, chain: float) -> torch.Tensor:
+def accumulation(softmax: Sum, values: ValueBounds, chain: float) -> torch.Tensor:
     """Bound the error that summing in float32 adds, [B, K, Q]."""
     term = _accumulation_term(
         weight=softmax.weight, gap=softmax.gap, chain=chain, nu=values.nu, eta=values.eta,
@@ -107,7 +107,7 @@ class Certificate(NamedTuple):
 
 
 def certificate(
-    softmax: Sum, delta: torch.Tensor, values: Values, output: torch.Tensor, dtype: torch.dtype, chain: float = CHAIN
+    softmax: Sum, delta: torch.Tensor, values: ValueBounds, output: torch.Tensor, dtype: torch.dtype, chain: float = CHAIN
 ) -> Certificate:
     """Return the certificate of an output [B, K, Q, Dv] as it was accumulated, before it is rounded to ``dtype``."""
     value, added = total(value_terms(softmax, values.eta)), accumulation(softmax, values, chain)

@@ -21,7 +21,7 @@ NEAR = 200.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Scores:
+class LogitInputs:
     """How logits are made of queries [B, K, Q, D] and keys, mask and bias included."""
 
     query: torch.Tensor

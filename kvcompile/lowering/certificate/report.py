@@ -23,8 +23,8 @@ from kvcompile import schemes
 from kvcompile.errors import NotBounded
 from kvcompile.lowering.certificate import head_bounds
 from kvcompile.lowering.certificate.bound_printer import aten
-from kvcompile.lowering.certificate.head_bounds import OUTPUT_TINY, OUTPUT_UNIT, Certificate, Sum, Values, norm
-from kvcompile.lowering.certificate.logits import NEAR, Scores, gaps, visible_to_queries
+from kvcompile.lowering.certificate.head_bounds import OUTPUT_TINY, OUTPUT_UNIT, Certificate, Sum, ValueBounds, norm
+from kvcompile.lowering.certificate.logits import NEAR, LogitInputs, gaps, visible_to_queries
 from kvcompile.lowering.ops.keep_first import origins
 from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.lowering.ops.operations import decodable, with_exact_rows
@@ -194,7 +194,7 @@ def report_step(
     key_errors, value_errors = (errors.where(~seen, 0) for errors in (key_errors, value_errors))
 
     k, v, query = (x.to(torch.float64) for x in (k, v, q.unflatten(1, heads).flatten(2, 3)))
-    scores = Scores(query, mask, extra, scale, softcap)
+    scores = LogitInputs(query, mask, extra, scale, softcap)
     logits = scores.logits(scores.products(k))
     live = mask.expand(B, K, -1, -1)
     sink = None if sinks is None else sinks.to(torch.float64).view(K, heads[1], 1).expand(-1, -1, S).flatten(1).expand(B, -1, -1)
@@ -212,7 +212,7 @@ def report_step(
         delta = delta + _rounding(kappa=0.0, mu=0.0, query_norm=0.0, scale=0.0, terms=0.0, cap=0.0, peak=peak)
     delta = torch.where(live, delta, 0)
     eta = torch.where(live, norm(value_errors.every()).unsqueeze(2), 0)
-    known = Values(torch.where(live, norm(v).unsqueeze(2), 0) + eta, eta)
+    known = ValueBounds(torch.where(live, norm(v).unsqueeze(2), 0) + eta, eta)
 
     weights = softmax.weight * torch.exp(softmax.gap)
     mass = (weights.sum(-1) + own).unsqueeze(-1)

@@ -27,10 +27,10 @@ from kvcompile.schemes.certificate.telemetry import (
     LAST_HEADS,
     LAST_WIDTH,
     TELEMETRY,
-    Kind,
+    JoinRule,
 )
 
-WIDEST = KINDS.index(Kind.MOST), KINDS.index(Kind.MOST) + KINDS.count(Kind.MOST)
+WIDEST = KINDS.index(JoinRule.MOST), KINDS.index(JoinRule.MOST) + KINDS.count(JoinRule.MOST)
 """The columns of which the largest stays lie side by side, from the first one up to the second."""
 
 

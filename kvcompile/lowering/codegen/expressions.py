@@ -70,7 +70,7 @@ class UnprintableUnpack(CompileError):
 
 def triton_expression(fmt: KernelFormat, part: int, word: str) -> str:
     """Part ``part`` of every word, as a float32 Triton expression on the block named ``word``."""
-    return _expression(fmt, part, word, _Triton())
+    return _expression(fmt, part, word, _TritonCasts())
 
 
 def cpp_expression(fmt: KernelFormat, part: int, word: str) -> str:
@@ -111,7 +111,7 @@ class _Dtypes(torch.fx.Interpreter):
         return result
 
 
-class _Triton:
+class _TritonCasts:
     """How Triton spells casts; integer operations already stay in the block's dtype."""
 
     def name(self, dtype: torch.dtype) -> str:
@@ -166,7 +166,7 @@ class _Cpp:
         return f"kvc_e4m3({text})"
 
 
-def _expression(fmt: KernelFormat, part: int, word: str, language: _Triton | _Cpp) -> str:
+def _expression(fmt: KernelFormat, part: int, word: str, language: _TritonCasts | _Cpp) -> str:
     graph, dtypes = trace_unpack(fmt, part)
     printed: dict[str, str] = {}
     for node in graph.nodes:
@@ -181,7 +181,7 @@ def _expression(fmt: KernelFormat, part: int, word: str, language: _Triton | _Cp
 
 
 def _print(
-    node: torch.fx.Node, printed: dict[str, str], dtypes: dict[str, torch.dtype], language: _Triton | _Cpp
+    node: torch.fx.Node, printed: dict[str, str], dtypes: dict[str, torch.dtype], language: _TritonCasts | _Cpp
 ) -> str:
     """One node's expression; its operands are printed already."""
     to = dtypes.get(node.name)

@@ -35,7 +35,7 @@ MIN_SPLIT = 256
 
 
 @dataclass(frozen=True)
-class Side:
+class EncodedSlot:
     """One encoded slot: its realized planes, how to read them."""
 
     planes: tuple[ir.IRNode, ...]
@@ -56,8 +56,8 @@ class Operands:
     """Realized operands of one ``attend``, scalars included; optional masks are None."""
 
     q: ir.IRNode
-    keys: Side
-    values: Side
+    keys: EncodedSlot
+    values: EncodedSlot
     hi: ir.IRNode
     lo: ir.IRNode | None
     keep: ir.IRNode | None
@@ -98,11 +98,11 @@ def _maybe(box: ir.TensorBox | None) -> ir.IRNode | None:
     return None if box is None else realize(box)
 
 
-def _side(planes: Sequence[ir.TensorBox], spelled: str, head_dim: int, role: Role) -> Side:
+def _side(planes: Sequence[ir.TensorBox], spelled: str, head_dim: int, role: Role) -> EncodedSlot:
     scheme = schemes.parse(spelled)
     heads = static(planes[0].get_size()[2])
     fmt = scheme.format(SlotSpec(heads, head_dim, planes[0].get_dtype(), role))
-    return Side(tuple(realize(plane) for plane in planes), fmt, scheme.spec())
+    return EncodedSlot(tuple(realize(plane) for plane in planes), fmt, scheme.spec())
 
 
 class AttendTemplate(CppTemplate):

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from kvcompile.lowering.decode.slot_plan import SlotPlan, slot_plan
+from kvcompile.lowering.decode.slot_plan import TemplateSlot, slot_plan
 from kvcompile.lowering.decode.template import LOG2E
 from kvcompile.types import PAGE, KernelFormat, Role
 
@@ -50,7 +50,7 @@ class Masks:
 
 
 @dataclasses.dataclass(frozen=True)
-class Beside:
+class ExtraOperands:
     """Operands beside the planes: newest and first tokens in full precision, angles that keys are rotated by.
 
     ``exact_first``: how many first tokens, and ``exact_first_at`` whether a plane says where they begin.
@@ -113,7 +113,7 @@ class AttendConfig:
     softcap: float = 0.0
     one_query: bool = True
     masks: Masks = Masks()
-    beside: Beside = Beside()
+    beside: ExtraOperands = ExtraOperands()
     page_rows: int = PAGE
     paged: bool = True
     splits: int = 1
@@ -169,7 +169,7 @@ class AttendConfig:
         return dataclasses.replace(self, splits=splits, direct=direct, shares=shares)
 
     @property
-    def plans(self) -> tuple[SlotPlan, SlotPlan]:
+    def plans(self) -> tuple[TemplateSlot, TemplateSlot]:
         """The plans of the key and the value slot."""
         options = self.options()
         return plans(*(options[name] for name in PLAN_OPTIONS))  # type: ignore[arg-type]
@@ -218,7 +218,7 @@ def plans(
     key_scheme: str, value_scheme: str, key_dim: int, value_dim: int, key_word: str, value_word: str, query: str,
     wide_keys: int, wide_values: int, packed: int, key_generic: int = 0, value_generic: int = 0,
     tall: int = 16,
-) -> tuple[SlotPlan, SlotPlan]:
+) -> tuple[TemplateSlot, TemplateSlot]:
     """Both slots' plans from the template's constants; the template calls this while it is rendered."""
     dtype = _dtype(query)
     key = slot_plan(

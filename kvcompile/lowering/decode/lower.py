@@ -16,7 +16,7 @@ import sympy
 import torch
 
 from kvcompile import schemes
-from kvcompile.lowering.decode.config import AttendConfig, Beside, Bias, Masks, plane_names, plans
+from kvcompile.lowering.decode.config import AttendConfig, Bias, ExtraOperands, Masks, plane_names, plans
 from kvcompile.lowering.decode.template import GLOBALS, LOG2E, SOURCE
 from kvcompile.lowering.decode.tiles import choose_tiles, folds, ragged_splits, splits_for, writes_directly
 from kvcompile.lowering.host.buffers import equals, examples, hint, multiple, pairs_of_rows, realize, static, varies
@@ -100,7 +100,7 @@ def _nodes_and_config(
         nodes |= plane_names(letter, planes, fmt)
     nodes = {name: realize(node) for name, node in nodes.items() if node is not None}
     packs = [_scale_pack(nodes, letter) for letter in "KV"]
-    beside = Beside(
+    beside = ExtraOperands(
         bool(exact_newest), exact_newest is not None and not equals(nodes["BASE"].get_size()[0], 1),
         static(nodes["COS"].get_size()[2]) if rope else 0, bool(operands.interleaved),
         rope is not None and not equals(nodes["COS"].get_size()[0], 1),

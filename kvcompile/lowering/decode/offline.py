@@ -26,7 +26,7 @@ import torch
 from kvcompile.errors import CompileError
 from kvcompile.lowering.codegen.expressions import TRITON_TYPES
 from kvcompile.lowering.decode.config import AttendConfig, Bias, plans
-from kvcompile.lowering.decode.slot_plan import SlotPlan
+from kvcompile.lowering.decode.slot_plan import TemplateSlot
 from kvcompile.lowering.decode.template import GLOBALS, SOURCE
 from kvcompile.lowering.host.triton_api import POINTERS, compile_for
 
@@ -74,7 +74,7 @@ def operands_for(config: AttendConfig, batch: int = 1, queries: int = 1) -> dict
     def plane(width: int, dtype: torch.dtype, block: int = 1) -> Operand:
         return Operand.contiguous((pages, batch, config.kv_heads, rows // block, width), dtype)
 
-    def table(plan: SlotPlan) -> Operand:
+    def table(plan: TemplateSlot) -> Operand:
         return Operand.contiguous((1, 1, config.kv_heads, plan.dim // plan.group, plan.levels), torch.float32)
 
     heads_scales = Operand.contiguous((1, 1, config.kv_heads, 1, 1), torch.float32)
@@ -126,7 +126,7 @@ def template(source: str) -> Any:
     return environment.from_string(source)
 
 
-class Definition:
+class KernelSignature:
     """A kernel's arguments, as a template asks for them: operands, ``OUT``, and the sizes ``named`` of both.
 
     As in Inductor nothing is known of an operand ahead of ``def_kernel``.
@@ -164,7 +164,7 @@ def named_sizes(operands: Iterable[Operand]) -> list[str]:
 
 def render(config: AttendConfig, operands: Mapping[str, Operand], out: Operand) -> str:
     """A standalone ``@triton.jit`` module; arguments are the operands, the output, then named sizes."""
-    made = Definition(operands, named_sizes((*operands.values(), out)), config.options())
+    made = KernelSignature(operands, named_sizes((*operands.values(), out)), config.options())
 
     def store_output(indices: Sequence[str], value: str, mask: str, indent_width: int = 4, val_shape: object = None) -> str:
         del indent_width, val_shape

@@ -101,7 +101,7 @@ class Piece:
 
 
 @dataclasses.dataclass(frozen=True)
-class SlotPlan:
+class TemplateSlot:
     """All that the template needs of one slot.
 
     ``normalize`` says that queries must be brought into float16's range first. ``offset`` is what unpacked
@@ -271,7 +271,7 @@ def dot_dtype(fmt: KernelFormat, query: torch.dtype) -> torch.dtype:
 def slot_plan(
     scheme: str, role: Role, dim: int, word_dtype: torch.dtype, query: torch.dtype, wide: bool, packed: bool, generic: bool = False,
     tall: int = 16,
-) -> SlotPlan:
+) -> TemplateSlot:
     """The plan of one slot.
 
     ``wide`` says that bytes may be loaded in pairs (strides are even); ``packed`` that inline PTX may be used;
@@ -315,7 +315,7 @@ def slot_plan(
                 pieces.append(Piece(name, chunk, first, per, scale, unpacked[1], unpacked[0], unpacked[2]))
     offsets = {piece.offset for piece in pieces}
     assert len(offsets) == 1 or decode is Decode.SHIFTED, "parts of one scheme have different offsets"
-    return SlotPlan(
+    return TemplateSlot(
         role, dim, dtype, torch.uint16 if pair else fmt.word_dtype, per, decode, fmt.coded and dtype == torch.float16,
         fmt.scaled, fmt.zeros, dim // fmt.group if fmt.scaled else 1, max(piece.power for piece in pieces), pieces[0].offset, lifted,
         fmt.group, fmt.block, fmt.levels, fmt.segments, fmt.static, fmt.norms, tuple(chunks), tuple(pieces), words,
@@ -370,7 +370,7 @@ def _runs(edges: list[int]) -> list[int]:
     return [edge - start for start, edge in zip([0, *edges], edges, strict=False)]
 
 
-def _picked(fmt: KernelFormat, dim: int) -> SlotPlan:
+def _picked(fmt: KernelFormat, dim: int) -> TemplateSlot:
     """The plan of PICKED keys: runs of a row's bytes; pieces of 32 channels, columns of integers in the order of ``picked_word``.
 
     Two sides of a piece are words 0 .. 15 and 16 .. 31 of a chunk, or where a row has no more than 16 words, two parts of these.
@@ -391,13 +391,13 @@ def _picked(fmt: KernelFormat, dim: int) -> SlotPlan:
                 sides = [Codes(part, tuple((start // 2, side) for start in starts)) for side in range(2)]
             first = part * words + chunk.first
             pieces.append(Piece(f"{chunk.name}_{part}", chunk, first, 1, first // fmt.group, 0, "", sides=(sides[0], sides[1])))
-    return SlotPlan(
+    return TemplateSlot(
         Role.KEY, dim, torch.float16, fmt.word_dtype, 1, Decode.PICKED, True, True, fmt.zeros, dim // fmt.group, 0, 0, False, fmt.group,
         1, fmt.levels, fmt.segments, False, False, tuple(chunks), tuple(pieces), words,
     )
 
 
-def _elements(fmt: KernelFormat, role: Role, dim: int, query: torch.dtype) -> SlotPlan:
+def _elements(fmt: KernelFormat, role: Role, dim: int, query: torch.dtype) -> TemplateSlot:
     """The plan that serves every format: words of one code's dtype, printed expressions, no tricks."""
     words = dim // fmt.parts
     chunks = _chunks(_edges(fmt, words) if fmt.group >= MIN_CHUNK else [words])
@@ -405,7 +405,7 @@ def _elements(fmt: KernelFormat, role: Role, dim: int, query: torch.dtype) -> Sl
         Piece(f"{chunk.name}_{part}", chunk, part * words + chunk.first, 1, 0, 0, triton_expression(fmt, part, "{word}"))
         for chunk in chunks for part in range(fmt.parts)
     )
-    return SlotPlan(
+    return TemplateSlot(
         role, dim, query, fmt.word_dtype, 1, Decode.ELEMENTS, False, fmt.scaled, fmt.zeros, dim // fmt.group if fmt.scaled else 1, 0, 0,
         False, fmt.group, fmt.block, fmt.levels, fmt.segments, fmt.static, fmt.norms, tuple(chunks), pieces, words,
     )

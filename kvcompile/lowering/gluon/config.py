@@ -6,7 +6,7 @@ import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
+class TileConfig:
     """How work is cut: ``warps`` of a program, each with ``tokens`` of a tile; ``stages`` of its ring; ``programs`` a multiprocessor."""
 
     warps: int
@@ -74,7 +74,7 @@ MOST_SPLITS = 256
 """Splits of a row, whatever the device."""
 
 
-def splits_for(cut: Cut, pairs: int, multiprocessors: int, capacity: int) -> int:
+def splits_for(cut: TileConfig, pairs: int, multiprocessors: int, capacity: int) -> int:
     """Into how many programs the tokens of one batch row and kv head are cut; ``pairs``: how many of these there are."""
     wanted = multiprocessors * cut.programs // pairs
     enough = max(-(-capacity // TOKENS_A_SPLIT), FEWEST_SPLITS)
@@ -86,7 +86,7 @@ def ragged_splits(splits: int, batch: int) -> int:
     return min(splits * min(batch, RAGGED), max(splits, MOST_SPLITS))
 
 
-def merge_for(cut: Cut, config: GluonConfig, pairs: int, multiprocessors: int, most: int) -> Merge:
+def merge_for(cut: TileConfig, config: GluonConfig, pairs: int, multiprocessors: int, most: int) -> Merge:
     """How the slots of each pair of a batch row and kv head are merged; ``most``: what its splits can be, whatever the capacity.
 
     Few pairs are merged by many programs of few channels, each of which has all slots in flight at once. Nothing here depends on the

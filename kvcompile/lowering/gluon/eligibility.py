@@ -23,7 +23,7 @@ MOST_HEADS = 8
 
 
 @dataclass(frozen=True)
-class Choice:
+class GluonSettings:
     """Settings of a compilation: of the kernel, and whether steps are replayed as CUDA graphs."""
 
     setting: Gluon = Gluon.MEASURED
@@ -35,11 +35,11 @@ class Choice:
         return self.setting is Gluon.ALWAYS or (self.setting is Gluon.MEASURED and self.replayed)
 
 
-_chosen: ContextVar[Choice] = ContextVar("kvcompile_gluon")
+_chosen: ContextVar[GluonSettings] = ContextVar("kvcompile_gluon")
 
 
 @contextlib.contextmanager
-def choosing(choice: Choice) -> Iterator[None]:
+def choosing(choice: GluonSettings) -> Iterator[None]:
     """Let lowerings and descriptions within go by ``choice``."""
     token = _chosen.set(choice)
     try:
@@ -71,7 +71,7 @@ class SingleTokenFacts:
 
 def single_token_facts(group: int, softcap: float) -> SingleTokenFacts | None:
     """Describe an attention of one new token to the kernel, None where the compilation at hand does not ask it."""
-    choice = _chosen.get(Choice())
+    choice = _chosen.get(GluonSettings())
     if not choice.open or torch.version.hip is not None:
         return None
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from kvcompile.lowering.gluon.config import Cut, GluonConfig, Merge, merge_for, ragged_splits, splits_for
+from kvcompile.lowering.gluon.config import GluonConfig, Merge, TileConfig, merge_for, ragged_splits, splits_for
 from kvcompile.lowering.gluon.plan import TWICE_HEADS, KeyPlan, ValuePlan, cut_of, key_plan, value_plan
 from kvcompile.lowering.ops.kept_tokens import RUN, kept_tokens
 from kvcompile.lowering.ops.operands import AttendOperands, attend_operands, named
@@ -71,7 +71,7 @@ class Launch:
 @functools.lru_cache(maxsize=64)
 def plans(
     key_scheme: str, value_scheme: str, dim: int, words: tuple[torch.dtype, torch.dtype], few: bool
-) -> tuple[Cut, KeyPlan, ValuePlan]:
+) -> tuple[TileConfig, KeyPlan, ValuePlan]:
     """The cut and the fragments of both slots; ``few``: there are at most four query heads a kv head. Raises NoFragments."""
     key, value = key_plan(key_scheme, dim, words[0]), value_plan(value_scheme, dim, words[1], few)
     return cut_of(key_scheme, value_scheme, dim), key, value
@@ -79,8 +79,8 @@ def plans(
 
 @functools.lru_cache(maxsize=64)
 def constants(
-    cut: Cut, dim: int, kv_heads: int, group: int, page_rows: int, lo: bool, keep: bool, sinks: bool, exact_newest: bool, ragged: bool,
-    overlap: bool,
+    cut: TileConfig, dim: int, kv_heads: int, group: int, page_rows: int, lo: bool, keep: bool, sinks: bool, exact_newest: bool,
+    ragged: bool, overlap: bool,
 ) -> GluonConfig:
     """The constants of the kernel."""
     rows = TWICE_HEADS if group <= TWICE_HEADS else 8

@@ -51,7 +51,7 @@ def _lies(plane: Any, batch: Any) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
+class OperandSpec:
     """The form of an operand, with plausible sizes where they are symbols."""
 
     size: tuple[int, ...]
@@ -73,7 +73,7 @@ def _forms(operands: AttendOperands[Any]) -> tuple[Any, ...]:
             return item
         node = realize(item)
         size, stride = (tuple(map(hint, each)) for each in (node.get_size(), node.get_stride()))
-        return Form(size, stride, node.get_dtype())
+        return OperandSpec(size, stride, node.get_dtype())
 
     return tuple(map(form, operands.arguments()))
 
@@ -83,7 +83,7 @@ def compiles(forms: tuple[Any, ...], device: str) -> bool:
     """Try to compile both kernels for a device, and log why they do not compile."""
 
     def made(item: Any) -> Any:
-        return item.tensor() if isinstance(item, Form) else tuple(map(made, item)) if isinstance(item, tuple) else item
+        return item.tensor() if isinstance(item, OperandSpec) else tuple(map(made, item)) if isinstance(item, tuple) else item
 
     try:
         with torch.cuda.device(device):

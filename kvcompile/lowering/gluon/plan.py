@@ -14,7 +14,7 @@ import torch
 
 from kvcompile import schemes
 from kvcompile.lowering.codegen.bit_tricks import BitTrick, find_trick
-from kvcompile.lowering.gluon.config import Cut
+from kvcompile.lowering.gluon.config import TileConfig
 from kvcompile.types import KernelFormat, Role, SlotSpec
 
 SIZES = (64, 128, 256)
@@ -143,13 +143,13 @@ class ValuePlan:
         return self.zeros or self.offset != 0
 
 
-MEASURED = {(True, 2): Cut(1, 32, 3, 8), (False, 4): Cut(4, 32, 3, 3)}
+MEASURED = {(True, 2): TileConfig(1, 32, 3, 8), (False, 4): TileConfig(4, 32, 3, 3)}
 """Cuts of formats that were measured to win, by (symmetric, codes of a byte): symmetric 4 bits; 2 bits with zero points."""
 
 MEASURED_CHANNELS = 128
 """Channels of the heads that were measured."""
 
-DEFAULT = Cut(1, 32, 3, 8)
+DEFAULT = TileConfig(1, 32, 3, 8)
 """The cut of all else; rings of wider heads leave room for half as many programs."""
 
 
@@ -169,7 +169,7 @@ def measured(key_scheme: str, value_scheme: str, dim: int) -> bool:
     return dim == MEASURED_CHANNELS and len(kinds) == 1 and kinds <= MEASURED.keys()
 
 
-def cut_of(key_scheme: str, value_scheme: str, dim: int) -> Cut:
+def cut_of(key_scheme: str, value_scheme: str, dim: int) -> TileConfig:
     """Return how the attention over two slots is cut."""
     kind, *others = _kinds(key_scheme, value_scheme, dim)
     found = DEFAULT if others else MEASURED.get(kind, DEFAULT)

@@ -72,7 +72,7 @@ def check_whole(known: Sequence[torch.Tensor], used: Sequence[torch.Tensor]) -> 
             raise NotRecorded(found="a view")
 
 
-class Made(ir.InputsKernel):
+class LaunchOutput(ir.InputsKernel):
     """A buffer that a launch sequence makes; an ``InputsKernel``, since boxes take those for realized, but no operation of the graph."""
 
     def __init__(self, layout: Any, maker: LaunchSequence) -> None:
@@ -95,7 +95,7 @@ class LaunchSequence(ir.ExternKernel):
     def __init__(self, recorder: Recorder, nodes: dict[int, Any], results: Sequence[torch.Tensor], written: Sequence[Any]) -> None:
         self.device = next(iter(nodes.values())).get_device()
         super().__init__(None, ir.NoneLayout(device=self.device), list(nodes.values()))
-        self.made: list[Made] = []
+        self.made: list[LaunchOutput] = []
         self.buffer_of = dict(nodes)
         for result in results:
             self.buffer_of[identity(result)] = self._make(result)
@@ -109,7 +109,7 @@ class LaunchSequence(ir.ExternKernel):
         """Give every tensor that only the kernels know a buffer; tensors of one form whose launches do not overlap share one."""
         returned = len(self.made)
         last = {identity(tensor): index for index, step in enumerate(recorder.steps) for tensor in step.tensors}
-        free: dict[tuple[Any, ...], list[Made]] = {}
+        free: dict[tuple[Any, ...], list[LaunchOutput]] = {}
         for index, step in enumerate(recorder.steps):
             used = {identity(tensor): tensor for tensor in step.tensors}
             for key, tensor in used.items():
@@ -120,9 +120,9 @@ class LaunchSequence(ir.ExternKernel):
                 if last[key] == index and any(self.buffer_of[key] is item for item in self.made[returned:]):
                     free.setdefault(_form(tensor), []).append(self.buffer_of[key])
 
-    def _make(self, tensor: torch.Tensor) -> Made:
+    def _make(self, tensor: torch.Tensor) -> LaunchOutput:
         size, stride = ([_expression(x) for x in each] for each in (tensor.shape, tensor.stride()))
-        made = Made(ir.FixedLayout(tensor.device, tensor.dtype, size, stride), self)
+        made = LaunchOutput(ir.FixedLayout(tensor.device, tensor.dtype, size, stride), self)
         self.made.append(made)
         return made
 

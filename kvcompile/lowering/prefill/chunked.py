@@ -105,7 +105,7 @@ def _loaded(config: PrefillConfig) -> tuple[Any, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Launch:
+class ChunkLaunch:
     """One call of a kernel."""
 
     kernel: Any
@@ -121,7 +121,7 @@ class Launch:
 
 def launches(
     operands: AttendOperands[torch.Tensor], cut: Sequence[int], *, packed: bool | None = None
-) -> tuple[torch.Tensor, list[Launch]]:
+) -> tuple[torch.Tensor, list[ChunkLaunch]]:
     """The tensor of partial sums and what fills it, to be run in order."""
     q, keys, values, hi, lo, keep, base = (
         operands.q, operands.keys, operands.values, operands.hi, operands.lo, operands.keep, operands.base
@@ -167,7 +167,7 @@ def launches(
             (attend, attended, (tiles, B * K, splits), config.tile.num_warps, config.tile.num_stages),
         ):
             given["FIRST"] = first
-            found.append(Launch(kernel, tuple(given[name] for name in kernel.arg_names), grid, warps, stages))
+            found.append(ChunkLaunch(kernel, tuple(given[name] for name in kernel.arg_names), grid, warps, stages))
     return out, found
 
 

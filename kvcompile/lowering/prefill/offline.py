@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from kvcompile.lowering.codegen.expressions import TRITON_TYPES
-from kvcompile.lowering.decode.offline import ARCHITECTURES, KERNEL, Definition, Operand, load_module, named_sizes, template
+from kvcompile.lowering.decode.offline import ARCHITECTURES, KERNEL, KernelSignature, Operand, load_module, named_sizes, template
 from kvcompile.lowering.host.triton_api import POINTERS, compile_for
 from kvcompile.lowering.prefill.config import PrefillConfig, slots
 from kvcompile.lowering.prefill.template import SOURCE
@@ -54,7 +54,7 @@ def output_for(config: PrefillConfig, batch: int = 1, queries: int = 512) -> Ope
 def render(config: PrefillConfig, operands: Mapping[str, Operand], out: Operand) -> str:
     """A standalone ``@triton.jit`` module; arguments are the operands, the output, then named sizes."""
     named = named_sizes((*operands.values(), out)) + (["CAPACITY", "FIRST"] if config.chunk else [])
-    made = Definition(operands, named, config.options())
+    made = KernelSignature(operands, named, config.options())
 
     def store_output(indices: Sequence[str], value: str, mask: str, val_shape: object = None) -> str:
         del val_shape

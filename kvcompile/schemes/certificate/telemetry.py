@@ -54,7 +54,7 @@ TELEMETRY = LAST_AT + 1 + LAST_HEADS * LAST_WIDTH
 """Columns of the plane."""
 
 
-class Kind(enum.IntEnum):
+class JoinRule(enum.IntEnum):
     """How a column of several planes is joined: summed, maximum, or not at all."""
 
     SUM = 0
@@ -62,9 +62,9 @@ class Kind(enum.IntEnum):
     LAST = 2
 
 
-KINDS: tuple[Kind, ...] = (
-    *(Kind.MOST if name.startswith("most_") else Kind.SUM for name in COLUMNS), *(Kind.SUM,) * (len(BINNED) * BINS),
-    *(Kind.LAST,) * (1 + LAST_HEADS * LAST_WIDTH),
+KINDS: tuple[JoinRule, ...] = (
+    *(JoinRule.MOST if name.startswith("most_") else JoinRule.SUM for name in COLUMNS), *(JoinRule.SUM,) * (len(BINNED) * BINS),
+    *(JoinRule.LAST,) * (1 + LAST_HEADS * LAST_WIDTH),
 )
 """The kind of each column."""
 

@@ -47,7 +47,7 @@ def tokens(seed: int, count: int, dtype: torch.dtype) -> torch.Tensor:
 def compare(text: str, dtype: torch.dtype, before: int, pages: int) -> None:
     """Single tokens across a block's end, one out of order, and with few pages beyond the store: every plane and result."""
     from kvcompile.extensions.certified import append as certified_append
-    from kvcompile.lowering.append.window_token import Slot
+    from kvcompile.lowering.append.window_token import WindowSlot
 
     fuse()
     halves = [schemes.parse(text).for_role(role).spec() for role in Role]
@@ -60,7 +60,7 @@ def compare(text: str, dtype: torch.dtype, before: int, pages: int) -> None:
         alone = [plane.clone() for plane in wanted[1]]
         for at in (*range(before, before + 3), before + 9):
             pos, new = torch.full((rows, 1), at), x[:, :, min(at, before + 2)].unsqueeze(2)
-            slots = [Slot(new, planes, pos, origin, half) for planes, half in zip(found, halves, strict=True)]
+            slots = [WindowSlot(new, planes, pos, origin, half) for planes, half in zip(found, halves, strict=True)]
             assert all(certified_append.fits(slot) for slot in slots)
             used = [slot.used for slot in slots]
             exact_newest = certified_append.append_certified(slots)
@@ -96,11 +96,11 @@ def test_the_kernel_compiles_offline(text: str, capability: int) -> None:
     from triton.compiler import ASTSource
 
     from kvcompile.extensions.certified import append as certified_append
-    from kvcompile.lowering.append.window_token import Slot
+    from kvcompile.lowering.append.window_token import WindowSlot
 
     recorder, x, pos = Recorder(), torch.zeros(BATCH, KV, 1, DIM, dtype=torch.bfloat16), torch.zeros(1, 1, dtype=torch.int64)
     certified_append.append_certified([
-        Slot(x, planes, pos, None, schemes.parse(text).for_role(role).spec())
+        WindowSlot(x, planes, pos, None, schemes.parse(text).for_role(role).spec())
         for planes, role in zip(stores(text, torch.bfloat16, 2), Role, strict=True)
     ], recorder)
     (launch,) = recorder.steps

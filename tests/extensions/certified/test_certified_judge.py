@@ -34,7 +34,7 @@ from kvcompile.lowering.ops.operands import AttendOperands  # noqa: E402
 from kvcompile.schemes.certificate import bounds  # noqa: E402
 from kvcompile.schemes.certificate.bounds import Bound  # noqa: E402
 from kvcompile.schemes.certificate.policy import Cause, Certify, Count, Fallback, Figure, Rung, Select  # noqa: E402
-from kvcompile.schemes.certificate.telemetry import COLUMNS, KINDS, TELEMETRY, Kind  # noqa: E402
+from kvcompile.schemes.certificate.telemetry import COLUMNS, KINDS, TELEMETRY, JoinRule  # noqa: E402
 
 F64 = torch.float64
 HEADS = (bounds.KEY, bounds.CENTER_NORM, bounds.ACCUMULATION, bounds.OUTPUT_ROUNDING, bounds.VALUE)
@@ -162,7 +162,7 @@ def telemetry(device: str) -> None:
     step.sinks = torch.randn(12, generator=torch.Generator().manual_seed(1)).to(device, torch.bfloat16)[::2]
     columns, _ = counted(step)
     assert (columns["steps"] == 2).all() and (columns["head_steps"] == 4).all() and columns["explored"].sum() > 0
-    assert 0 < columns["rung_head"].sum() < 24 and KINDS.count(Kind.MOST) == len(Figure)
+    assert 0 < columns["rung_head"].sum() < 24 and KINDS.count(JoinRule.MOST) == len(Figure)
 
     step, _, _ = gaussian(Draw(2, device), Shape(B=1, H=2, K=1, S=1, D=32, T=60)).step(Certify(fallback=Fallback.REPORT), torch.float32)
     columns, counts = counted(step, 1)

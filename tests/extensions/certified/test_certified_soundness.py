@@ -42,7 +42,7 @@ from benchmarks.extensions.certified.certified_soundness import (
 )
 from kvcompile.extensions.certified.scheme import BLOCK, Certified
 from kvcompile.extensions.certified.scheme import Values as Stored
-from kvcompile.lowering.certificate.head_bounds import Sum, Values, certificate
+from kvcompile.lowering.certificate.head_bounds import Sum, ValueBounds, certificate
 from kvcompile.schemes.certificate.policy import EXACT, NAIVE, Cause, Certify, Count, Fallback, Figure, Rung, Select
 from kvcompile.types import Role, SlotSpec
 
@@ -310,7 +310,7 @@ def test_values_at_the_end_of_float16_stay_numbers(policy: Certify) -> None:
 def test_a_result_beyond_its_dtype_has_no_certificate() -> None:
     softmax = Sum(*(torch.zeros(1, 1, 2, 1, dtype=torch.float64) + x for x in (0.0, 1.0)), 0.0)
     delta = torch.zeros(1, 1, 2, 1, dtype=torch.float64)
-    values = Values(delta + 7e4, delta)
+    values = ValueBounds(delta + 7e4, delta)
     output = torch.tensor([65504.0, 65530.0], dtype=torch.float64).view(1, 1, 2, 1)
     found = certificate(softmax, delta, values, output, torch.float16).arithmetic[0, 0]
     assert torch.isfinite(found[0]) and found[1] == math.inf
