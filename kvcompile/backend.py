@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import fx
 
-from kvcompile.compilation import Compilation, Memory
+from kvcompile.compilation import BackendState, Compilation
 from kvcompile.errors import EntryUnmatched
 from kvcompile.lowering.attention_plugins import plugins
 from kvcompile.lowering.certificate.summary import HeadCertificate, HeadTelemetry, Telemetry, certificates_of, of_heads, ordered
@@ -48,7 +48,7 @@ class Backend:
         self.checked = False
         # Verdicts are kept on disk under the same conditions as Inductor's code; the other inner compilers keep nothing on disk.
         verdicts = VerdictCache(PersistentKeys("validated") if settings.inner is Inner.INDUCTOR else None)
-        self.memory = Memory(LiveCaches(added_up), Growth(least=settings.reserve), Newest(), Newest(), verdicts)
+        self.memory = BackendState(LiveCaches(added_up), Growth(least=settings.reserve), Newest(), Newest(), verdicts)
         self.__name__ = "kvcompile"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Backend:

@@ -67,7 +67,7 @@ REFUSED = {
 
 
 @dataclass(frozen=True)
-class Memory:
+class BackendState:
     """State that all graphs of one backend share.
 
     ``live``: states of live caches. ``growth``: how stores grow.
@@ -89,7 +89,7 @@ class Compilation:
     """One graph, compiled once; ``record`` holds its stages and ``report`` its result."""
 
     def __init__(
-        self, gm: fx.GraphModule, examples: list[Any], policy: Policy, settings: Settings, memory: Memory, index: int,
+        self, gm: fx.GraphModule, examples: list[Any], policy: Policy, settings: Settings, memory: BackendState, index: int,
         mode: str | None, options: dict[str, Any] | None,
     ) -> None:
         graph = lifted(inlined(gm))

@@ -81,7 +81,7 @@ class InnerCompiler:
             self.report.compile_seconds += time.perf_counter() - started
 
 
-class Made(NamedTuple):
+class CompiledVariant(NamedTuple):
     """Code of one variant: ``key`` under which equal graphs share it (None: not shared), and its ``text`` for the report."""
 
     code: Code
@@ -168,7 +168,7 @@ class Variants:
         report.variants, report.kernels = (*report.variants, variant.value), (*report.kernels, made.text)
         return made.code
 
-    def _code_of(self, variant: Variant, fakes: tuple[Any, ...], symbols: dict[Any, str]) -> Made:
+    def _code_of(self, variant: Variant, fakes: tuple[Any, ...], symbols: dict[Any, str]) -> CompiledVariant:
         """Return code of a variant for inputs like ``fakes``: that of an equal graph, or newly compiled."""
         report, settings, started = self.inner.report, self.inner.settings, time.perf_counter()
         rewritten = self.rewritten(variant)
@@ -187,4 +187,4 @@ class Variants:
             constant = parameters(self.captured.inputs[index] for index in rewritten.kept)
             with compiling():
                 code = self.inner(rewritten.module, fakes, self.captured.fake_mode, key, replayed=replayed, constant=constant)
-        return Made(code, print_key, text)
+        return CompiledVariant(code, print_key, text)

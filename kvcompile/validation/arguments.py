@@ -52,7 +52,7 @@ def taken_from(node: fx.Node) -> fx.Node:
 
 
 @dataclass(frozen=True)
-class Moment:
+class TrialCall:
     """One call: the program's sizes, the position of its first token, and the most tokens of a row that are padding.
 
     ``blind``: the last row's padding reaches into the new tokens, whose queries then see nothing; otherwise every query sees a token.
@@ -144,17 +144,17 @@ class Arguments:
 
     # --- sizes of a call --------------------------------------------------------------------------
 
-    def tokens(self, moment: Moment) -> int:
+    def tokens(self, moment: TrialCall) -> int:
         """Return the number of new tokens of a call."""
         counts = [slot.write.count for site in self.part.sites for slot in site.slots if slot.kind.facts.written]
         return read(counts[0] if counts else self.part.sites[0].tokens, moment.values)
 
-    def keys(self, moment: Moment) -> int:
+    def keys(self, moment: TrialCall) -> int:
         """Return the number of tokens that attention reads in a call."""
         attention = self.part.sites[0].attention
         return read(value_of(attention.k).shape[attention.k_roles.index("T")], moment.values)
 
-    def shape(self, fake: torch.Tensor, moment: Moment) -> tuple[int, ...]:
+    def shape(self, fake: torch.Tensor, moment: TrialCall) -> tuple[int, ...]:
         """Return the shape of an argument in a call."""
         return tuple(read(size, moment.values) for size in fake.shape)
 
@@ -166,7 +166,7 @@ class Arguments:
 
     # --- one call ---------------------------------------------------------------------------------
 
-    def make(self, moment: Moment, kept: dict[int, torch.Tensor]) -> list[Any]:
+    def make(self, moment: TrialCall, kept: dict[int, torch.Tensor]) -> list[Any]:
         """Return the arguments of a call; ``kept``: caches and counters, by index, that stay from call to call. Raises NotApart."""
         made: list[Any] = []
         choices: dict[int, list[Any]] = {}
@@ -200,7 +200,7 @@ class Arguments:
             return self.hostile(made, order, moment) if moment.hostile else made
         raise NotApart("no values of its positions and masks were found with which it writes its tokens in order")
 
-    def chosen(self, made: list[Any], order: list[int], ways: list[list[torch.Tensor]], moment: Moment) -> bool:
+    def chosen(self, made: list[Any], order: list[int], ways: list[list[torch.Tensor]], moment: TrialCall) -> bool:
         """Return whether some combination of readings makes a possible call.
 
         ``made`` then holds it, and the next call tries it first.
@@ -217,7 +217,7 @@ class Arguments:
                 return True
         return False
 
-    def solved(self, made: list[Any], order: list[int], moment: Moment) -> bool:
+    def solved(self, made: list[Any], order: list[int], moment: TrialCall) -> bool:
         """Return whether an argument that positions are computed from could be solved for.
 
         ``made`` then holds it, and all other arguments as they were.
@@ -241,7 +241,7 @@ class Arguments:
                 made[index] = held
         return False
 
-    def hostile(self, made: list[Any], masks: Sequence[int], moment: Moment) -> list[Any]:
+    def hostile(self, made: list[Any], masks: Sequence[int], moment: TrialCall) -> list[Any]:
         """Return the arguments with unusual values in ``masks`` (indices of arguments), as far as the call stays possible.
 
         The new tokens of a row stay as visible as they were, so no query loses all tokens that it sees.
@@ -256,7 +256,7 @@ class Arguments:
                 made = changed
         return made
 
-    def changed(self, mask: torch.Tensor, moment: Moment) -> torch.Tensor:
+    def changed(self, mask: torch.Tensor, moment: TrialCall) -> torch.Tensor:
         """Return a mask argument [..., T] with unusual values that are as possible as its own."""
         old = torch.arange(mask.shape[-1], device="cpu") < moment.start
         if mask.dtype is torch.bool:
@@ -270,7 +270,7 @@ class Arguments:
         """Return a tensor of ``shape`` whose elements are random ones of ``values``."""
         return torch.tensor(values, device="cpu")[torch.randint(0, len(values), tuple(shape), generator=self.random, device="cpu")]
 
-    def plain(self, fake: torch.Tensor, index: int, moment: Moment) -> torch.Tensor:
+    def plain(self, fake: torch.Tensor, index: int, moment: TrialCall) -> torch.Tensor:
         """Return an argument that neither positions nor masks are computed from."""
         shape = self.shape(fake, moment)
         node = self.part.captured.inputs[index].node
@@ -312,7 +312,7 @@ class Arguments:
         places = torch.randperm(count, generator=self.random, device="cpu")
         return places[torch.arange(math.prod(shape), device="cpu") % count].view(shape).to(dtype)
 
-    def readings(self, fake: torch.Tensor, index: int, moment: Moment) -> list[torch.Tensor]:
+    def readings(self, fake: torch.Tensor, index: int, moment: TrialCall) -> list[torch.Tensor]:
         """Return the values that an argument for positions or masks may have in a call, the likeliest first."""
         shape, count, keys = self.shape(fake, moment), self.tokens(moment), self.keys(moment)
         start, dtype = moment.start, fake.dtype
@@ -360,7 +360,7 @@ class Arguments:
         found.append(torch.zeros(shape, device="cpu"))
         return [value.to(dtype).clone() for value in found]
 
-    def shown(self, shape: tuple[int, ...], moment: Moment) -> torch.Tensor:
+    def shown(self, shape: tuple[int, ...], moment: TrialCall) -> torch.Tensor:
         """Return a mask, bool of ``shape`` [..., T], that hides padding on the left and slots not written yet.
 
         It is causal where there is a dim of queries.
@@ -376,14 +376,14 @@ class Arguments:
             seen |= (t >= start + count) & (torch.rand(shape, generator=self.random, device="cpu") < 0.5)
         return seen
 
-    def unpadded(self, shape: tuple[int, ...], moment: Moment) -> torch.Tensor:
+    def unpadded(self, shape: tuple[int, ...], moment: TrialCall) -> torch.Tensor:
         """Return a mask, bool of ``shape`` [..., T], that hides padding on the left alone: positions then hide unwritten slots."""
         seen = torch.ones(shape, dtype=torch.bool, device="cpu")
         if len(shape) >= 2 and (shape[0] > 1 or moment.blind):
             seen &= torch.arange(shape[-1], device="cpu") >= moment.padding(shape[0]).view(-1, *[1] * (len(shape) - 1))
         return seen
 
-    def possible(self, made: list[Any], moment: Moment, strict: bool) -> bool:
+    def possible(self, made: list[Any], moment: TrialCall, strict: bool) -> bool:
         """Return whether the program writes its tokens in order from the wanted position and, ``strict``, its masks pass ``hides``."""
         for offset in self.offsets:
             value = offset if isinstance(offset, int) else read(value_of(offset), moment.values)
@@ -427,7 +427,7 @@ class Arguments:
             return True
         return torch.equal(flat.view(wanted.numel(), -1), wanted[:, None].expand(-1, flat.numel() // wanted.numel()))
 
-    def hides(self, term: MaskTerm, value: torch.Tensor, moment: Moment) -> bool:
+    def hides(self, term: MaskTerm, value: torch.Tensor, moment: TrialCall) -> bool:
         """Return whether a mask shows every query some token, and hides a slot after the last token where no limit does."""
         seen = shown_by(term, value).movedim(term.roles.index("T"), -1)
         last = moment.start + self.tokens(moment)

@@ -29,7 +29,7 @@ from kvcompile.runtime.call.bound import BoundGraph
 from kvcompile.runtime.handle import tensor as handles
 from kvcompile.runtime.store.growth import Growth
 from kvcompile.runtime.store.live_caches import LiveCaches
-from kvcompile.validation.arguments import Arguments, Moment
+from kvcompile.validation.arguments import Arguments, TrialCall
 from kvcompile.validation.coverage import Coverage
 from kvcompile.validation.sessions import Sessions, countings
 from kvcompile.validation.sizes import MOST_ELEMENTS, captured_values, elements, hints, read
@@ -81,7 +81,7 @@ class _Session:
             if isinstance(part.captured.fakes[entry.index], torch.Tensor) and (entry.node in roots or effects.writes.get(entry.node))
         ]
 
-    def fill(self, moment: Moment, unwritten: float) -> None:
+    def fill(self, moment: TrialCall, unwritten: float) -> None:
         """Fill the caches as before a call: random tokens before its start, ``unwritten`` times random ones after."""
         slots = {slot.placeholder: slot for site in self.part.sites for slot in site.slots if slot.placeholder is not None}
         for entry in self.part.captured.inputs:
@@ -95,7 +95,7 @@ class _Session:
                 behind.mul_(unwritten)
             self.theirs[entry.index], self.ours[entry.index] = held, held.clone()
 
-    def call(self, moment: Moment) -> str:
+    def call(self, moment: TrialCall) -> str:
         """Run one call of both; return how they differ, '' where they do not. Raises NotApart where the program itself does not run."""
         args = self.arguments.make(moment, {**self.theirs})
         for index in self.kept:
@@ -118,7 +118,7 @@ class _Session:
         except Exception as error:
             raise NotApart(f"it does not run by itself ({type(error).__name__}: {next(iter(str(error).splitlines()), '')})") from error
 
-    def differs_on_padding(self, moment: Moment) -> bool:
+    def differs_on_padding(self, moment: TrialCall) -> bool:
         """Run one call with padding among its tokens; return whether results of padding differ. Raises NotApart where others do too."""
         args = self.arguments.make(moment, {**self.theirs})
         # The program increments counters among its arguments, so the twin gets copies.
@@ -133,7 +133,7 @@ class _Session:
             raise NotApart(f"with padding among the new tokens its result {difference}")
         return True
 
-    def _caches(self, moment: Moment, expected: Sequence[Any], found: Sequence[Any]) -> str:
+    def _caches(self, moment: TrialCall, expected: Sequence[Any], found: Sequence[Any]) -> str:
         """Return how the caches differ after a call, as far as they are written, '' where they do not; hand them to the next call."""
         last = moment.start + self.arguments.tokens(moment)
         for site in self.part.sites:
@@ -263,7 +263,7 @@ def _counting(twin: _Twin, ways: Sessions, values: Values, covered: Coverage) ->
 class _OfTheFirstStep(Arguments):
     """The arguments that a graph was compiled with, on the CPU, but with random queries, new tokens and caches."""
 
-    def make(self, moment: Moment, kept: dict[int, torch.Tensor]) -> list[Any]:
+    def make(self, moment: TrialCall, kept: dict[int, torch.Tensor]) -> list[Any]:
         """Return the arguments of the first step; raises NotApart where one is not known."""
         made: list[Any] = []
         for entry, fake in zip(self.part.captured.inputs, self.part.captured.fakes, strict=True):
@@ -283,7 +283,7 @@ class _OfTheFirstStep(Arguments):
 
 def first_step(part: Subgraph, examples: Sequence[Any]) -> Verdict:
     """Return the verdict on one call over full caches, with the positions and masks that the graph was compiled with."""
-    moment = Moment(hints(part), 0)
+    moment = TrialCall(hints(part), 0)
     try:
         arguments = _OfTheFirstStep(part, examples, torch.Generator(device="cpu").manual_seed(SEED))
         session = _Twin(part).session(arguments)
@@ -299,7 +299,7 @@ def first_step(part: Subgraph, examples: Sequence[Any]) -> Verdict:
     return Verdict(Outcome.EQUAL)
 
 
-def _differs_on_padding(twin: _Twin, arguments: Arguments, sessions: list[tuple[list[Moment], float]]) -> bool:
+def _differs_on_padding(twin: _Twin, arguments: Arguments, sessions: list[tuple[list[TrialCall], float]]) -> bool:
     """Return whether the results of padding queries, which see no token, differ from the program's."""
     if not sessions or not arguments.free:
         return False

@@ -15,7 +15,7 @@ import torch
 
 from kvcompile.passes.graph.shapes import value_of
 from kvcompile.passes.graph.worlds import Values
-from kvcompile.validation.arguments import Arguments, Moment
+from kvcompile.validation.arguments import Arguments, TrialCall
 from kvcompile.validation.coverage import Coverage
 from kvcompile.validation.sizes import allowed, hints, loose, others, past, pasts, read
 from kvcompile.validation.subgraph import Subgraph
@@ -25,7 +25,7 @@ MIDDLE = 128
 LARGE = 37.0
 """The spread of random values in slots that are not written yet."""
 
-Tried = tuple[list[Moment], float]
+Tried = tuple[list[TrialCall], float]
 """Calls one after another, and the spread of random values in slots that are not written yet."""
 
 
@@ -58,7 +58,7 @@ class Sessions:
         slidings = bool(self.counters) and self._sliding()
         for values in pasts(self.part, sizes):
             starts, room = self._starts(values)
-            count = self.arguments.tokens(Moment(values, 0))
+            count = self.arguments.tokens(TrialCall(values, 0))
             for start in starts:
                 once = (room is None and not slidings) or bool(self.arguments.offsets and not self.counters)
                 session = self._session(values, start, count, 1 if once else 3, room)
@@ -75,7 +75,7 @@ class Sessions:
         """Yield sessions of one call at other sizes, as long as ``covered`` wants values of some symbol."""
         for other in others(self.part, values, covered.wanted):
             starts, room = self._starts(other)
-            count = self.arguments.tokens(Moment(other, 0))
+            count = self.arguments.tokens(TrialCall(other, 0))
             for start in starts[-2:]:
                 if session := self._session(other, start, count, 1, room):
                     yield session, 0.0
@@ -92,9 +92,9 @@ class Sessions:
             # Slots are overwritten: there is no last position, and a cache's contents do not show its tokens' positions.
             return sorted({0, *counted}), None
         fixed = [offset if isinstance(offset, int) else read(value_of(offset), values) for offset in arguments.offsets]
-        count = arguments.tokens(Moment(values, 0))
+        count = arguments.tokens(TrialCall(values, 0))
         if arguments.pooled:
-            room = arguments.keys(Moment(values, 0))
+            room = arguments.keys(TrialCall(values, 0))
             return sorted({start for start in (0, min(6, room // 3), room - count) if 0 <= start <= room - count}), room
         if not buffers:
             before = [read(past(slot), values) for site in part.sites for slot in site.slots if slot.kind.facts.extended]
@@ -107,14 +107,14 @@ class Sessions:
         middle = (room // 2 + 1,) if room >= MIDDLE else ()
         return sorted({start for start in (0, min(6, room // 3), *middle, room - count, *counted) if 0 <= start <= room - count}), room
 
-    def _session(self, values: Values, start: int, count: int, calls: int, room: int | None) -> list[Moment]:
+    def _session(self, values: Values, start: int, count: int, calls: int, room: int | None) -> list[TrialCall]:
         """Return up to ``calls`` successive calls of ``count`` tokens, as far as the cache's room and the guards let them."""
-        session: list[Moment] = []
+        session: list[TrialCall] = []
         for at in range(start, start + count * calls, count):
             now = self._at(values, at, at - start)
             if now is None or (room is not None and at + count > room):
                 break
-            session.append(Moment(now, at, padded=1))
+            session.append(TrialCall(now, at, padded=1))
         return session
 
     def _at(self, values: Values, at: int, moved: int) -> Values | None:

@@ -19,20 +19,20 @@ from kvcompile.passes.graph.dynamo import DisableTorchFunctionSubclass
 from kvcompile.passes.graph.shapes import value_of
 from kvcompile.passes.plan.plan import Growing, SitePlan
 from kvcompile.passes.rewrite.rewritten import Rewritten, Variant
-from kvcompile.runtime.call.calibration import Calibration, calibrated
+from kvcompile.runtime.call.calibration import UncalibratedWarner, calibrated
 from kvcompile.runtime.call.dense_calls import DenseCalls, warn_all_encoded
 from kvcompile.runtime.call.fast_path import DecodeFastPath
 from kvcompile.runtime.call.reallocation import Reallocation
 from kvcompile.runtime.call.states import States
 from kvcompile.runtime.call.token_order import OutOfOrder, TokenOrder
 from kvcompile.runtime.call.undo import Undo
-from kvcompile.runtime.call.variant_selector import Choice
+from kvcompile.runtime.call.variant_selector import VariantSelector
 from kvcompile.runtime.forms.call_arguments import Call, SizeReader
 from kvcompile.runtime.forms.form import CacheForm
 from kvcompile.runtime.forms.positions import PositionReader, TokenPositions
 from kvcompile.runtime.forms.slot_groups import Group
 from kvcompile.runtime.handle import tensor as handles
-from kvcompile.runtime.store.counters import Moment
+from kvcompile.runtime.store.counters import CounterSnapshot
 from kvcompile.runtime.store.growth import Growth
 from kvcompile.runtime.store.live_caches import LiveCaches
 from kvcompile.runtime.store.parked_rows import take_rows
@@ -42,7 +42,7 @@ from kvcompile.types import pages_for
 
 
 @dataclass
-class _Step:
+class _CallStates:
     """The states of one call: for each cache tensor its state, where its tokens start, how many come."""
 
     states: list[CacheState]
@@ -67,7 +67,7 @@ class BoundGraph:
         self.uncompiled: set[Variant] = set()
         self.sizes = SizeReader(captured)
         self.fast_path: DecodeFastPath | None = None
-        self.calibration = Calibration()
+        self.calibration = UncalibratedWarner()
         self.states = States(captured, forms, growth, live, self.calibration)
         self.ropes = tuple(self.states.ropes.values())
         # Only buffers written at positions that are not followed on the host step by step: counters of the graph's own, as long as
@@ -80,7 +80,7 @@ class BoundGraph:
             for output in form.group.outputs
         )
         self.calibrated = tuple(index for index, form in enumerate(forms) if form.kind.written and calibrated(form.group))
-        self.choice = Choice(forms, self.calibrated, positions is not None)
+        self.choice = VariantSelector(forms, self.calibrated, positions is not None)
         self.reallocation = Reallocation(forms, sites)
         self.undone = any(form.windowed or form.slots is not None for form in forms)
         self.dense: DenseCalls | None = None  # a trial has none
@@ -158,13 +158,13 @@ class BoundGraph:
                 undo.keep(states, [state.behind for state in states], [row.count for row in path.rows])
             sizes = [self.sizes.value(size, args) for size in rewritten.sizes]
             results = compiled(*[args[index] for index in rewritten.kept], *planes, *slots, *sizes)
-        path.commit(states, args, Moment([args[index] for index in self.counters]))
+        path.commit(states, args, CounterSnapshot([args[index] for index in self.counters]))
         self.reallocation.after(states)
         return self._results(results, self._given_back(args), rewritten)
 
-    def _prepare(self, call: Call) -> _Step:
+    def _prepare(self, call: Call) -> _CallStates:
         """Find every cache tensor's state, and where this call's tokens go."""
-        step = _Step([], [], [], Undo())
+        step = _CallStates([], [], [], Undo())
         for form in self.forms:
             state = self.states.find(form, call, self._say_all_encoded)
             start = form.start(state, call)
@@ -183,7 +183,7 @@ class BoundGraph:
         if self.dense is not None:
             warn_all_encoded(form, tensor)
 
-    def _take_rows(self, step: _Step, call: Call) -> None:
+    def _take_rows(self, step: _CallStates, call: Call) -> None:
         """Let every state hold the batch rows of this call."""
         with step.undo:
             for form, state in zip(self.forms, step.states, strict=True):
@@ -191,7 +191,7 @@ class BoundGraph:
                 if parting is not None:
                     step.undo.then(parting)
 
-    def _go_back(self, step: _Step, call: Call) -> None:
+    def _go_back(self, step: _CallStates, call: Call) -> None:
         """Bring every state back to where this call's tokens start, or none; raises WindowPassed."""
         with step.undo:
             for form, state, start in zip(self.forms, step.states, step.starts, strict=True):
@@ -199,7 +199,7 @@ class BoundGraph:
                     step.undo.whole(state)
                     state.rewind(form.rows_start(start, call))
 
-    def _compute(self, step: _Step, call: Call) -> tuple[Rewritten, list[Any]]:
+    def _compute(self, step: _CallStates, call: Call) -> tuple[Rewritten, list[Any]]:
         """Run the variant that serves a call; return it and what its compiled code gives."""
         variant = self.choice.of(step.states, step.starts, step.counts, call)
         if variant not in self.variants:
@@ -224,7 +224,7 @@ class BoundGraph:
             step.undo.keep(step.states, step.starts, step.counts)
         return rewritten, list(compiled(*[call.args[index] for index in rewritten.kept], *planes, *last))
 
-    def _make_room(self, step: _Step, call: Call) -> None:
+    def _make_room(self, step: _CallStates, call: Call) -> None:
         """Have enough pages in every store; all stores of a graph that grow alike have the same number of pages."""
         pages: dict[Growing, int] = {}
         tokens: list[int] = []
@@ -237,14 +237,14 @@ class BoundGraph:
             for store in state.stores.values():
                 store.reserve(pages[form.growing], needed)
 
-    def _cursors(self, rewritten: Rewritten, step: _Step) -> list[torch.Tensor]:
+    def _cursors(self, rewritten: Rewritten, step: _CallStates) -> list[torch.Tensor]:
         """Return the slots of the next tokens of sliding windows, as the compiled code takes them."""
         starts: dict[int, int] = {}
         for form, start in zip(self.forms, step.starts, strict=True):
             form.add_cursor(starts, start)
         return cursors(rewritten.cursors, starts, value_of(self.forms[0].group.root).device) if rewritten.cursors else []
 
-    def _mark_checked(self, step: _Step, call: Call, rewritten: Rewritten) -> None:
+    def _mark_checked(self, step: _CallStates, call: Call, rewritten: Rewritten) -> None:
         """Let the next step of these caches take the short way, where nothing but their lengths can differ."""
         if rewritten.variant is not Variant.PAST or not self.trusted:
             return
@@ -253,10 +253,10 @@ class BoundGraph:
             self.fast_path = DecodeFastPath.of(rows, [form.group.root for form in self.forms], self.pairs, rewritten)
         self.fast_path.mark_checked(step.states)
 
-    def _commit(self, step: _Step, call: Call, shapes: list[Any], results: list[Any], rewritten: Rewritten) -> tuple[Any, ...]:
+    def _commit(self, step: _CallStates, call: Call, shapes: list[Any], results: list[Any], rewritten: Rewritten) -> tuple[Any, ...]:
         """Count the new tokens; return the graph's results with the caches among them."""
         made: dict[int, Any] = {}
-        moment = Moment(call.counters)
+        moment = CounterSnapshot(call.counters)
         for form, state, start, count, shape in zip(self.forms, step.states, step.starts, step.counts, shapes, strict=True):
             if not form.kind.written:
                 continue

@@ -15,7 +15,7 @@ def calibrated(group: Group) -> set[Scheme]:
     return {item.plan.scheme for item in group.bindings if item.plan.scheme.calibrates(item.plan.spec)}
 
 
-class Calibration:
+class UncalibratedWarner:
     """Warns once for a graph that a cache is filled without calibrated planes."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ import torch
 from kvcompile.passes.rewrite.rewritten import Rewritten
 from kvcompile.runtime.forms.form import FastPathSlot
 from kvcompile.runtime.handle.tensor import CompressedCache
-from kvcompile.runtime.store.counters import Moment
+from kvcompile.runtime.store.counters import CounterSnapshot
 from kvcompile.runtime.store.state import CacheState, Part
 from kvcompile.runtime.store.token_slots import cursors
 
@@ -44,7 +44,7 @@ class DecodeFastPath:
     def ready(self, args: tuple[Any, ...], counters: Sequence[torch.Tensor]) -> list[CacheState] | None:
         """Return the states of a call that needs no check and no room; None where ``BoundGraph`` must look closer."""
         states = []
-        moments: set[Moment | None] = set()
+        moments: set[CounterSnapshot | None] = set()
         rooms: dict[int, int] = {}
         cursors: dict[int, int] = {}
         for index, row in enumerate(self.rows):
@@ -85,7 +85,7 @@ class DecodeFastPath:
         starts = {row.slots: state.length for row, state in zip(self.rows, states, strict=True)}
         return cursors(sizes, starts, states[0].device)
 
-    def commit(self, states: Sequence[CacheState], args: tuple[Any, ...], moment: Moment) -> None:
+    def commit(self, states: Sequence[CacheState], args: tuple[Any, ...], moment: CounterSnapshot) -> None:
         """Count the new tokens; ``moment``: the call's counters, as it left them."""
         for row, state in zip(self.rows, states, strict=True):
             state.overwrite(state.behind + row.count)

@@ -13,7 +13,7 @@ from kvcompile.passes.capture.capture import Captured
 from kvcompile.passes.graph.shapes import value_of
 from kvcompile.passes.match.rope.rope import KeyRope
 from kvcompile.passes.rewrite.rewritten import Binding
-from kvcompile.runtime.call.calibration import Calibration
+from kvcompile.runtime.call.calibration import UncalibratedWarner
 from kvcompile.runtime.forms.call_arguments import Call
 from kvcompile.runtime.forms.form import CacheForm
 from kvcompile.runtime.handle import tensor as handles
@@ -52,7 +52,9 @@ def _other_store(expected: StoreSpec, found: StoreSpec | None, where: str) -> Sc
 class States:
     """Finds and makes the states of one graph's cache tensors; all of them are entered into ``live``."""
 
-    def __init__(self, captured: Captured, forms: Sequence[CacheForm], growth: Growth, live: LiveCaches, calibration: Calibration) -> None:
+    def __init__(
+        self, captured: Captured, forms: Sequence[CacheForm], growth: Growth, live: LiveCaches, calibration: UncalibratedWarner
+    ) -> None:
         self.growth, self.live, self.calibration = growth, live, calibration
         rotations = {item.plan.rope for form in forms for item in form.group.bindings if item.plan.rope is not None}
         self.ropes: dict[KeyRope | None, RopeReader] = {rope: RopeReader(captured, rope) for rope in rotations}

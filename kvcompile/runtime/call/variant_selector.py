@@ -11,7 +11,7 @@ from kvcompile.runtime.forms.form import CacheForm
 from kvcompile.runtime.store.state import CacheState
 
 
-class Choice:
+class VariantSelector:
     """Chooses a variant for each call of one graph; ``calibrated`` are the caches whose planes are computed from queries."""
 
     def __init__(self, forms: Sequence[CacheForm], calibrated: Sequence[int], positions: bool) -> None:

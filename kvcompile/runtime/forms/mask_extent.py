@@ -1,4 +1,4 @@
-"""Sight: how far the attentions of a call see, read from the graph's own arithmetic of masks."""
+"""Mask extent: how far the attentions of a call see, read from the graph's own arithmetic of masks."""
 
 from __future__ import annotations
 

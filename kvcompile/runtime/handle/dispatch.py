@@ -20,7 +20,7 @@ from kvcompile.runtime.handle import gate
 from kvcompile.runtime.handle.callers import user_line
 from kvcompile.runtime.handle.operations import HANDLERS, concatenated
 from kvcompile.runtime.handle.tensor import decoded, home, is_handle, refresh, to_dense
-from kvcompile.runtime.handle.views import Place, is_setter, is_view, view_of, written
+from kvcompile.runtime.handle.views import ViewGeometry, is_setter, is_view, view_of, written
 
 log = logging.getLogger(__name__)
 
@@ -166,7 +166,7 @@ class _Operands:
         if found is None:
             return result
         root, _ = home(found.value)
-        return view_of(root, result) if is_handle(root) else Place.of(result).within(root)
+        return view_of(root, result) if is_handle(root) else ViewGeometry.of(result).within(root)
 
 
 def _copy_of(value: Any) -> torch.Tensor:

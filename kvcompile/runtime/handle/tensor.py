@@ -33,7 +33,7 @@ import torch
 
 from kvcompile.passes.graph.dynamo import DisableTorchFunctionSubclass, no_dynamo, storage_uses
 from kvcompile.runtime.handle.callers import user_line
-from kvcompile.runtime.handle.views import ABOVE, REAL, DecodedView, Origin, Place, is_view, name_of, show
+from kvcompile.runtime.handle.views import ABOVE, REAL, DecodedView, Origin, ViewGeometry, is_view, name_of, show
 from kvcompile.runtime.handle.writes import Rejected, encode
 from kvcompile.runtime.store.parked_rows import in_one
 from kvcompile.runtime.store.state import CacheState
@@ -203,7 +203,7 @@ def _start(handle: CompressedCache, state: CacheState, length: int, alone: bool)
     handle._views, handle._origin = [], None
 
 
-def home(value: Any) -> tuple[Any, Place | None]:
+def home(value: Any) -> tuple[Any, ViewGeometry | None]:
     """Return the cache tensor that a handle, a part or a decoded view is of, and its place there; None for the tensor itself."""
     origin = value._origin if is_handle(value) or is_view(value) else None
     return (value, None) if origin is None else (origin.root, origin.place)

@@ -106,7 +106,7 @@ def name_of(func: Callable[..., Any]) -> str:
 
 
 @dataclass(frozen=True)
-class Place:
+class ViewGeometry:
     """Where a view lies in the memory of a contiguous tensor: dtype, sizes, and strides and offset in elements of that dtype."""
 
     dtype: torch.dtype
@@ -115,9 +115,9 @@ class Place:
     offset: int
 
     @staticmethod
-    def of(view: torch.Tensor) -> Place:
+    def of(view: torch.Tensor) -> ViewGeometry:
         """Return the place of a view."""
-        return Place(view.dtype, tuple(view.shape), tuple(view.stride()), int(view.storage_offset()))
+        return ViewGeometry(view.dtype, tuple(view.shape), tuple(view.stride()), int(view.storage_offset()))
 
     def within(self, whole: torch.Tensor) -> torch.Tensor:
         """Return the view of another tensor that lies there."""
@@ -134,7 +134,7 @@ class Origin:
     """
 
     root: Handle
-    place: Place
+    place: ViewGeometry
     index: Any = None
 
     @property
@@ -194,7 +194,7 @@ def view_of(root: Handle, result: torch.Tensor) -> DecodedView:
     """Return a result that lies in a decoded copy of ``root``, or in a view of it, as a view of ``root``."""
     with DisableTorchFunctionSubclass():
         view = result.as_subclass(DecodedView)
-        _join(view, Origin(root, Place.of(result)))
+        _join(view, Origin(root, ViewGeometry.of(result)))
     return view
 
 
@@ -207,7 +207,7 @@ def join(part: Handle, root: Handle, index: Any) -> None:
             whole = torch.empty(above.root.shape, dtype=root.dtype, device="meta").as_strided(
                 above.place.size, above.place.stride, above.place.offset
             )
-        place = Place.of(whole[index])
+        place = ViewGeometry.of(whole[index])
     # A part of a part is decoded where the codes of the whole cannot be taken again.
     _join(part, Origin(root, place, index) if above is None else Origin(above.root, place))
 

@@ -23,7 +23,7 @@ MOST_LISTED = 64
 """A counter of at most this many numbers is compared as a list, which is faster than a call of a kernel."""
 
 
-class Moment:
+class CounterSnapshot:
     """The counters of a call as it left them; one object is shared by the states that the call wrote."""
 
     __slots__ = ("seen",)

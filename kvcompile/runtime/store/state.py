@@ -24,7 +24,7 @@ from kvcompile.errors import CacheStale, TokensOutOfOrder
 from kvcompile.passes.match.sites import Axes
 from kvcompile.runtime.store.adaptive_store import AdaptiveStore
 from kvcompile.runtime.store.codec import decode
-from kvcompile.runtime.store.counters import Moment
+from kvcompile.runtime.store.counters import CounterSnapshot
 from kvcompile.runtime.store.dense_layout import put_tokens
 from kvcompile.runtime.store.exact_window import disorder, rewind
 from kvcompile.runtime.store.growth import Growth
@@ -70,7 +70,7 @@ class CacheState:
         # The position behind the last token that each row ever had, int64 [B], of a state with a window that went back; else None.
         self.tops: torch.Tensor | None = None
         # The counters of the compiled call that wrote it last; None where other code wrote it since.
-        self.moment: Moment | None = None
+        self.moment: CounterSnapshot | None = None
         # States of the rows behind those of the stores, in order, which the last call did not bring; see ``parked_rows``.
         self.parked: list[CacheState] = []
         # The telemetry of all its stores, as ``LiveCaches`` finds it when the state is gone.
