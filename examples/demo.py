@@ -32,7 +32,7 @@ from tinylm import codec, corpus, tasks  # noqa: E402
 import kvcompile  # noqa: E402
 from kvcompile.explain import described  # noqa: E402
 from kvcompile.report import size_text  # noqa: E402
-from kvcompile.tools.cli.targets import Options, resolve, static_cache  # noqa: E402
+from kvcompile.tools.cli.targets import TargetOptions, resolve, static_cache  # noqa: E402
 
 STOCK, OURS = "stock torch.compile, dense cache", "kvcompile, {scheme} cache"
 PROMPT_END = b"    def is_closing(self):\n"
@@ -187,7 +187,7 @@ def main() -> None:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     torch.set_num_threads(arguments.threads)
     started = time.perf_counter()
-    model = resolve(str(HERE / "tinylm"), Options(dtype=dtype, device=device)).model
+    model = resolve(str(HERE / "tinylm"), TargetOptions(dtype=dtype, device=device)).model
     place = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {arguments.threads} thread{'s'[: arguments.threads - 1]}"
     console.rule("[bold]tinylm, its KV cache dense and compressed")
     console.print(

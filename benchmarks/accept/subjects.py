@@ -71,7 +71,7 @@ def settings(case: Case) -> Callable[[Any], dict[str, Any]]:
 class Words:
     """A transformers model that maps token ids to logits."""
 
-    def __init__(self, case: Case, inner: architectures.Subject, device: torch.device) -> None:
+    def __init__(self, case: Case, inner: architectures.TinyModel, device: torch.device) -> None:
         self.case, self.inner, self.device, self.model = case, inner, device, inner.model
 
     @classmethod
@@ -94,7 +94,7 @@ class Words:
         model = copy.deepcopy(self.model)
         if dtype is not None:
             cast(model, dtype)
-        return Words(self.case, architectures.Subject(self.inner.name, model, self.inner.encoded), self.device)
+        return Words(self.case, architectures.TinyModel(self.inner.name, model, self.inner.encoded), self.device)
 
     @property
     def dtype(self) -> torch.dtype:

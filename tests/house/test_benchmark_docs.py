@@ -74,5 +74,5 @@ def test_counts_of_the_survey_are_those_of_its_table() -> None:
     with (ROOT / "benchmarks/survey.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert tuple(rows[0]) == survey_table.FIELDS
-    said = survey_table.in_words(Counter(trial.Outcome(row["outcome"]) for row in rows))
+    said = survey_table.in_words(Counter(trial.CaseOutcome(row["outcome"]) for row in rows))
     assert f"\n{said}.\n" in (ROOT / "benchmarks/TABLES.md").read_text()

@@ -21,7 +21,7 @@ from kvcompile.lowering.compile import BODIES, compile_graph, inductor_patches, 
 from kvcompile.lowering.ops import operations as ops
 from kvcompile.passes.rewrite.rewritten import Variant
 from kvcompile.settings import Settings
-from kvcompile.tools.cli.targets import CacheKind, Options, resolve
+from kvcompile.tools.cli.targets import CacheKind, TargetOptions, resolve
 from kvcompile.types import Role, SlotSpec
 
 KV, DIM = 2, 64
@@ -142,7 +142,7 @@ def test_what_stands_between_two_appends(between: Any, calls: int) -> None:
 def seen(request: pytest.FixtureRequest) -> Iterator[kvcompile.backend.Backend]:
     """A tiny Llama's graphs with kivi, and with first tokens kept beside a window and without one."""
     torch._dynamo.reset()
-    target = resolve("hf:llama", Options(cache=CacheKind.DYNAMIC))
+    target = resolve("hf:llama", TargetOptions(cache=CacheKind.DYNAMIC))
     owner = kvcompile.backend(request.param, inner="eager")
     observe(target.model, target.inputs, owner)
     yield owner

@@ -38,7 +38,7 @@ NEUTRAL = 0.06
 
 
 @dataclass(frozen=True)
-class Subject:
+class TinyModel:
     """One tiny model and its way of being called: its caches, and the inputs other than tokens."""
 
     name: str
@@ -114,7 +114,7 @@ def _has_encoder(name: str) -> bool:
     return False
 
 
-def build(name: str, attention: str, layers: int = 2, sizes: Callable[[Any], Mapping[str, Any]] | None = None) -> Subject:
+def build(name: str, attention: str, layers: int = 2, sizes: Callable[[Any], Mapping[str, Any]] | None = None) -> TinyModel:
     """Return a tiny random model in evaluation mode. Raises the exceptions of the model's classes.
 
     ``sizes``: from the type's default configuration, further settings for the tiny one.
@@ -140,7 +140,7 @@ def build(name: str, attention: str, layers: int = 2, sizes: Callable[[Any], Map
     if hasattr(model, "set_default_language"):
         model.set_default_language(next(iter(config.languages)))
     _stir(model)
-    return Subject(name, model, bool(paired and model.config.is_encoder_decoder))
+    return TinyModel(name, model, bool(paired and model.config.is_encoder_decoder))
 
 
 def _parts(config: Any) -> list[Any]:

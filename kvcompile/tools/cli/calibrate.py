@@ -13,8 +13,7 @@ from kvcompile.extensions.beyond.learning.text import batches, documents, sequen
 from kvcompile.extensions.static_scales.measure.calibrate import Calibration, calibrate
 from kvcompile.extensions.static_scales.storage import save_scales
 from kvcompile.tools.cli.learn import tokens_of
-from kvcompile.tools.cli.targets import Options as TargetOptions
-from kvcompile.tools.cli.targets import resolve
+from kvcompile.tools.cli.targets import TargetOptions, resolve
 from kvcompile.types import Role
 
 

@@ -33,7 +33,7 @@ from kvcompile.tools.cli.normal_form import normal_form
 from kvcompile.variants import Variants, kernel_text
 
 
-class Stage(enum.Enum):
+class DumpStage(enum.Enum):
     """A stage of the pipeline that can be dumped; members in pipeline order."""
 
     CAPTURED = "captured"
@@ -45,7 +45,7 @@ class Stage(enum.Enum):
     SASS = "sass"
 
 
-LANGUAGES = {Stage.NORMALISED: "text", Stage.PTX: "gas", Stage.SASS: "text"}
+LANGUAGES = {DumpStage.NORMALISED: "text", DumpStage.PTX: "gas", DumpStage.SASS: "text"}
 """Language for highlighting each stage; Python for stages not listed."""
 
 
@@ -57,14 +57,14 @@ class Dump:
         self.index = self.record.report.index
         self.asked = variant
 
-    def text(self, stage: Stage, arch: str = "sm_90") -> str:
+    def text(self, stage: DumpStage, arch: str = "sm_90") -> str:
         """Return the text of one stage. Raises NothingToDump if the graph has none, OfflineCompilation for an unknown ``arch``."""
         if arch not in ARCHITECTURES:
             raise OfflineCompilation(expected=f"an architecture among {', '.join(ARCHITECTURES)}", found=arch, todo="pass one of these")
-        makers: dict[Stage, Callable[[], str]] = {
-            Stage.CAPTURED: self.captured, Stage.NORMALISED: self.normalised, Stage.REWRITTEN: self.rewritten,
-            Stage.INDUCTOR: self.inductor, Stage.TRITON: lambda: self.triton(arch), Stage.PTX: lambda: self.compiled(arch, "ptx"),
-            Stage.SASS: lambda: self.compiled(arch, "sass"),
+        makers: dict[DumpStage, Callable[[], str]] = {
+            DumpStage.CAPTURED: self.captured, DumpStage.NORMALISED: self.normalised, DumpStage.REWRITTEN: self.rewritten,
+            DumpStage.INDUCTOR: self.inductor, DumpStage.TRITON: lambda: self.triton(arch),
+            DumpStage.PTX: lambda: self.compiled(arch, "ptx"), DumpStage.SASS: lambda: self.compiled(arch, "sass"),
         }
         return makers[stage]()
 

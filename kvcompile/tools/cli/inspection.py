@@ -17,7 +17,7 @@ from kvcompile.explain import described, observe
 from kvcompile.passes.plan.policy import policy_of
 from kvcompile.passes.rewrite.rewritten import Variant
 from kvcompile.tools.cli.console import console
-from kvcompile.tools.cli.targets import CacheKind, Options, Target, resolve
+from kvcompile.tools.cli.targets import CacheKind, Target, TargetOptions, resolve
 
 log = logging.getLogger(__name__)
 
@@ -31,9 +31,9 @@ def explain(arguments: argparse.Namespace) -> int:
 
 def dump(arguments: argparse.Namespace) -> int:
     """Print a graph of a target, or write it to a file."""
-    from kvcompile.tools.cli.dump import LANGUAGES, Dump, Stage
+    from kvcompile.tools.cli.dump import LANGUAGES, Dump, DumpStage
 
-    stage = Stage(arguments.stage)
+    stage = DumpStage(arguments.stage)
     owner = _observed(arguments)
     text = Dump(owner, arguments.graph, Variant(arguments.variant) if arguments.variant else None).text(stage, arguments.arch)
     if arguments.output is not None:
@@ -59,7 +59,7 @@ def _observed(arguments: argparse.Namespace) -> Backend:
     """Run the target once and return the backend with the records of its graphs. Raises TargetError."""
     policy = _policy(arguments)
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
-    options = Options(CacheKind(arguments.cache), arguments.attention, dtype, arguments.device)
+    options = TargetOptions(CacheKind(arguments.cache), arguments.attention, dtype, arguments.device)
     target = resolve(arguments.target, options)
     owner = backend(policy, inner="eager")
     _run(target, owner)

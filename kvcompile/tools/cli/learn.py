@@ -21,7 +21,7 @@ from kvcompile.extensions.beyond.scheme import Beyond
 from kvcompile.extensions.beyond.storage import save_tables
 from kvcompile.schemes import parse
 from kvcompile.settings import Inner
-from kvcompile.tools.cli.targets import Options, resolve
+from kvcompile.tools.cli.targets import TargetOptions, resolve
 
 
 @contextlib.contextmanager
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _learn(arguments: argparse.Namespace, scheme: Beyond, settings: LearnSettings, device: str) -> int:
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
-    model = resolve(arguments.target, Options(dtype=dtype, device=device)).model
+    model = resolve(arguments.target, TargetOptions(dtype=dtype, device=device)).model
     tokens = tokens_of(arguments, model)
     training, held_out = split(sequences(documents(arguments.data), tokens, arguments.length), arguments.validation, arguments.seed)
     # Equally many for each process, since all of them take each step together.

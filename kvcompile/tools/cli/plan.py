@@ -29,7 +29,7 @@ from kvcompile.tools.planner.capacity import MOST_TOKENS, Demand
 from kvcompile.tools.planner.figures import figures
 from kvcompile.tools.planner.model import Model
 from kvcompile.tools.planner.recommend import Generation, Option, Recommendation, recommend
-from kvcompile.tools.planner.stores import Share, page_symbol
+from kvcompile.tools.planner.stores import StoragePurpose, page_symbol
 from kvcompile.tools.planner.weights import WeightFormat
 
 UNCOUNTED = (
@@ -164,12 +164,12 @@ def _share_table(demand: Demand, options: Sequence[Option]) -> Table:
         caption_justify="left",
     )
     table.add_column("scheme")
-    for share in Share:
+    for share in StoragePurpose:
         table.add_column(share.value, justify="right")
     table.add_column("growing", justify="right")
     for item in options:
         found = item.stores.shares(demand.batch, demand.context)
-        counts = [found.get((share, False), 0) + found.get((share, True), 0) for share in Share]
+        counts = [found.get((share, False), 0) + found.get((share, True), 0) for share in StoragePurpose]
         growing = item.stores.growing_bytes(demand.batch, demand.context)
         table.add_row(escape(item.label), *(f"{count / 1e6:,.1f}" if count else "" for count in [*counts, growing]))
     return table

@@ -15,7 +15,7 @@ import torch
 
 from kvcompile.errors import FileUnfit, TargetError
 from kvcompile.files.json_file import read_json
-from kvcompile.tools.cli.targets import Options, quiet, require_transformers, resolve
+from kvcompile.tools.cli.targets import TargetOptions, quiet, require_transformers, resolve
 from kvcompile.tools.planner.model import Model, traced
 from kvcompile.tools.planner.phantom import hollow
 
@@ -26,7 +26,7 @@ ODD = 7
 def model_of(text: str, context: int, prompt: int, dtype: torch.dtype | None) -> Model:
     """Return the traced model that ``text`` names, for a prompt of ``prompt`` tokens in ``context``. Raises TargetError or NotPlanned."""
     if text.rpartition(":")[0].endswith(".py"):
-        target = resolve(text, Options(dtype=dtype))
+        target = resolve(text, TargetOptions(dtype=dtype))
         with torch.no_grad():
             return traced(text, target.model, target.inputs)
     return _hollow(text, _configuration(text), context, prompt, dtype)

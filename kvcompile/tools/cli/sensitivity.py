@@ -31,7 +31,7 @@ from kvcompile.tools.planner.sensitivity import Layer, Sensitivity, Trial, layer
 
 
 @dataclass(frozen=True)
-class Subject:
+class DecodingSubject:
     """A model, its layers, and the tokens to decode."""
 
     name: str
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _measured(subject: Subject, names: list[str]) -> Sensitivity:
+def _measured(subject: DecodingSubject, names: list[str]) -> Sensitivity:
     count = len(names) * sum(len(layer.halves) for layer in subject.layers)
     with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("sensitivity", total=count)
@@ -70,13 +70,13 @@ def _measured(subject: Subject, names: list[str]) -> Sensitivity:
         return measured(subject.name, subject.trial, subject.layers, names, done)
 
 
-def _tinylm(arguments: argparse.Namespace) -> Subject:
+def _tinylm(arguments: argparse.Namespace) -> DecodingSubject:
     """Return tinylm with its held-out text; its prompts have one more token, the start token."""
     found = tinylm(arguments.device)
     return _subject("tinylm", found.model, found.texts(arguments.context, arguments.steps, arguments.rows), arguments.context + 1)
 
 
-def _checkpoint(arguments: argparse.Namespace) -> Subject:
+def _checkpoint(arguments: argparse.Namespace) -> DecodingSubject:
     """Return a model with its tokenizer, its layers, and texts of several kinds. Raises TargetError."""
     data = [] if arguments.text is None else [arguments.text]
     found = checkpoint(arguments.target, data, arguments.device)
@@ -84,13 +84,13 @@ def _checkpoint(arguments: argparse.Namespace) -> Subject:
     return _subject(arguments.target, found.model, ids, len(found.start) + arguments.context)
 
 
-def _subject(name: str, model: Any, ids: torch.Tensor, prompt: int) -> Subject:
+def _subject(name: str, model: Any, ids: torch.Tensor, prompt: int) -> DecodingSubject:
     longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", 0)
     capacity = max(ids.shape[1], longest if isinstance(longest, int) else 0) + ODD
     inputs = {"input_ids": ids[:1, :prompt], "past_key_values": static_cache(model, capacity), "use_cache": True}
     with torch.no_grad():
         layers = layers_of(traced(name, model, inputs, capacity))
-    return Subject(name, Trial(model, ids, prompt, lambda: static_cache(model, ids.shape[1])), layers)
+    return DecodingSubject(name, Trial(model, ids, prompt, lambda: static_cache(model, ids.shape[1])), layers)
 
 
 def table(known: Sensitivity) -> Table:

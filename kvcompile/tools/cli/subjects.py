@@ -14,9 +14,9 @@ import torch
 from kvcompile.errors import BadBatch, BadEvaluation, TargetError
 from kvcompile.extensions.beyond.learning.text import documents
 from kvcompile.tools.cli.packaged import PACKAGED, gguf_file
-from kvcompile.tools.cli.targets import Options, quiet, resolve, silent_bars, static_cache
+from kvcompile.tools.cli.targets import TargetOptions, quiet, resolve, silent_bars, static_cache
 from kvcompile.tools.evaluation.corpus import Passage, file_passages, own_passages
-from kvcompile.tools.evaluation.subject import Rule, Span, Subject, TokenWriting
+from kvcompile.tools.evaluation.subject import AnswerRule, Span, Subject, TokenWriting
 from kvcompile.tools.evaluation.tasks import BYTES
 
 TINYLM = Path(__file__).resolve().parents[3] / "examples" / "tinylm"
@@ -39,11 +39,11 @@ def tinylm(
         sys.path.insert(0, str(TINYLM.parent))
     codec, corpus = import_module("tinylm.codec"), import_module("tinylm.corpus")
     kind = dtype or (torch.bfloat16 if device.startswith("cuda") else torch.float32)
-    model = resolve(str(folder), Options(dtype=kind, device=device)).model
+    model = resolve(str(folder), TargetOptions(dtype=kind, device=device)).model
     text = joined(data).encode() if data else corpus.heldout_text()
     name = next((name for name, shipped in SHIPPED.items() if shipped == folder.resolve()), str(folder))
     return Subject(
-        name, model, device, BYTES, text, (codec.BOS,), codec.decode, Rule.LINE,
+        name, model, device, BYTES, text, (codec.BOS,), codec.decode, AnswerRule.LINE,
         lambda tokens: static_cache(model, tokens), longest(model), TRAINED,
     )
 
@@ -53,7 +53,7 @@ def checkpoint(path: str, data: Sequence[Path] = (), device: str = "cpu", dtype:
 
     ``data``: text files for prompts, each a kind of text; empty: the prose, code and document of ``corpus``.
     """
-    target = resolve(path, Options(dtype=dtype, device=device))
+    target = resolve(path, TargetOptions(dtype=dtype, device=device))
     if not Path(path).is_dir() and gguf_file(path) is None:
         raise TargetError(found=path, why="eval needs a checkpoint folder or GGUF file with a tokenizer: random weights answer nothing")
     tokenizer = tokenizer_of(path)
@@ -72,7 +72,7 @@ def checkpoint(path: str, data: Sequence[Path] = (), device: str = "cpu", dtype:
     spans = tuple(Span(each.kind, end - len(part), end) for each, part, end in zip(passages, parts, ends, strict=True))
     start = () if tokenizer.bos_token_id is None else (int(tokenizer.bos_token_id),)
     return Subject(
-        path, model, device, TokenWriting(encode, text), filler, start, text, Rule.PARTS, lambda tokens: static_cache(model, tokens),
+        path, model, device, TokenWriting(encode, text), filler, start, text, AnswerRule.PARTS, lambda tokens: static_cache(model, tokens),
         longest(model), PACKAGED[path].tasks if path in PACKAGED else (), spans,
     )
 

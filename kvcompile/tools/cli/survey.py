@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcompile.files.json_file import read_json
-from kvcompile.tools.cli.trial import Case, Outcome, Settings, cases
+from kvcompile.tools.cli.trial import Case, CaseOutcome, TrialSettings, cases
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Survey:
     architectures: tuple[str, ...]
     caches: tuple[str, ...]
     attentions: tuple[str, ...]
-    settings: Settings = field(default_factory=Settings)
+    settings: TrialSettings = field(default_factory=TrialSettings)
     timeout: float = 600.0
     jobs: int = 1
 
@@ -62,7 +62,7 @@ def untried(
     )
 
 
-def _work(pipe: Any, name: str, caches: Sequence[str], attentions: Sequence[str], settings: Settings) -> None:
+def _work(pipe: Any, name: str, caches: Sequence[str], attentions: Sequence[str], settings: TrialSettings) -> None:
     """Run all cases of one architecture and send each through ``pipe``; the body of its process."""
     import torch
 
@@ -126,7 +126,7 @@ def _closed(job: _Job, survey: Survey, finished: bool) -> list[Case]:
     sent = {(case.cache, case.attention) for case in job.done}
     why = f"its process ended with status {job.process.exitcode}" if finished else f"not done after {survey.timeout:.0f} s"
     missing = [
-        Case(job.name, cache, attention, Outcome.FAILED.value, why)
+        Case(job.name, cache, attention, CaseOutcome.FAILED.value, why)
         for attention in survey.attentions for cache in survey.caches if (cache, attention) not in sent
     ]
     return [*job.done, *missing]

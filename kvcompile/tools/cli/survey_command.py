@@ -17,7 +17,7 @@ from kvcompile.tools.cli.architectures import names
 from kvcompile.tools.cli.console import console
 from kvcompile.tools.cli.survey import Survey, conduct, read_cases, untried
 from kvcompile.tools.cli.survey_table import about, as_csv, survey_table
-from kvcompile.tools.cli.trial import Settings
+from kvcompile.tools.cli.trial import TrialSettings
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
         near = " or ".join(difflib.get_close_matches(strange[0], known, n=3))
         raise TargetError(found=strange[0], why="transformers has no such architecture" + (f", did you mean {near}?" if near else ""))
     policy_of(arguments.scheme)
-    settings = Settings(arguments.scheme, tuple(int(item) for item in arguments.rows), steps=arguments.steps, layers=arguments.layers)
+    settings = TrialSettings(arguments.scheme, tuple(int(item) for item in arguments.rows), steps=arguments.steps, layers=arguments.layers)
     done = [case for path in arguments.known for case in _known_cases(path)]
     waiting = untried(arguments.archs or known, arguments.caches, arguments.attention, done)
     survey = Survey(waiting, tuple(arguments.caches), tuple(arguments.attention), settings, arguments.timeout, arguments.jobs)

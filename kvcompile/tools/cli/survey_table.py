@@ -15,17 +15,20 @@ from rich.table import Table
 from rich.text import Text
 
 from kvcompile.tools.cli.survey import Survey
-from kvcompile.tools.cli.trial import Case, Outcome
+from kvcompile.tools.cli.trial import Case, CaseOutcome
 
 WORST = (
-    Outcome.WRONG, Outcome.FAILED, Outcome.REFUSED, Outcome.PARTLY, Outcome.RECOMPILES, Outcome.REWRITTEN, Outcome.NOT_CAPTURED,
-    Outcome.NO_CACHE, Outcome.NOT_RUN,
+    CaseOutcome.WRONG, CaseOutcome.FAILED, CaseOutcome.REFUSED, CaseOutcome.PARTLY, CaseOutcome.RECOMPILES, CaseOutcome.REWRITTEN,
+    CaseOutcome.NOT_CAPTURED, CaseOutcome.NO_CACHE, CaseOutcome.NOT_RUN,
 )
 """Outcomes, worst first: an architecture has the worst outcome of its cases. Outcomes that say nothing about this backend come last."""
 FIELDS = ("architecture", "outcome", "sites", "dense", "scheme", "graphs", "stock", "why")
 """Columns of the CSV; ``dense`` and ``scheme``: largest differences of logits; ``graphs`` and ``stock``: graphs of this backend and of
 stock."""
-STYLES = {Outcome.WRONG: "bold red", Outcome.FAILED: "red", Outcome.REFUSED: "yellow", Outcome.PARTLY: "yellow", Outcome.REWRITTEN: "green"}
+STYLES = {
+    CaseOutcome.WRONG: "bold red", CaseOutcome.FAILED: "red", CaseOutcome.REFUSED: "yellow", CaseOutcome.PARTLY: "yellow",
+    CaseOutcome.REWRITTEN: "green",
+}
 
 
 def by_architecture(cases: Iterable[Case]) -> dict[str, list[Case]]:
@@ -36,13 +39,13 @@ def by_architecture(cases: Iterable[Case]) -> dict[str, list[Case]]:
     return dict(found)
 
 
-def verdict(cases: Sequence[Case]) -> Outcome:
+def verdict(cases: Sequence[Case]) -> CaseOutcome:
     """Return the worst outcome of one architecture's cases."""
-    outcomes = {Outcome(case.outcome) for case in cases}
+    outcomes = {CaseOutcome(case.outcome) for case in cases}
     return next(outcome for outcome in WORST if outcome in outcomes)
 
 
-def tally(cases: Iterable[Case]) -> Counter[Outcome]:
+def tally(cases: Iterable[Case]) -> Counter[CaseOutcome]:
     """Return the number of architectures with each outcome."""
     return Counter(verdict(items) for items in by_architecture(cases).values())
 
@@ -68,12 +71,12 @@ def summary(cases: Sequence[Case]) -> str:
     return in_words(tally(cases))
 
 
-def in_words(counts: Mapping[Outcome, int]) -> str:
+def in_words(counts: Mapping[CaseOutcome, int]) -> str:
     """Return a sentence: how many of the architectures that apply are rewritten at every site, from the number of each outcome."""
     inside = {outcome: count for outcome, count in counts.items() if not outcome.outside}
-    total, whole = sum(inside.values()), inside.get(Outcome.REWRITTEN, 0)
+    total, whole = sum(inside.values()), inside.get(CaseOutcome.REWRITTEN, 0)
     share = f" ({whole / total:.1%})" if total else ""
-    others = [outcome for outcome in Outcome if counts.get(outcome) and outcome is not Outcome.REWRITTEN]
+    others = [outcome for outcome in CaseOutcome if counts.get(outcome) and outcome is not CaseOutcome.REWRITTEN]
     rest = ", ".join(f"{counts[outcome]} {outcome.value}" for outcome in others)
     return f"{whole} of {total} architectures that cache softmax attention and that stock can capture: every site rewritten{share}" + (
         f"; {rest}" if rest else ""
@@ -84,9 +87,9 @@ def _reasons(cases: Sequence[Case]) -> list[str]:
     """Return the reasons of refusals and failures, each once with the cases that have it."""
     where: dict[str, list[str]] = defaultdict(list)
     for case in cases:
-        outcome = Outcome(case.outcome)
-        said = case.refused or ((case.detail,) if outcome is not Outcome.REWRITTEN else ())
-        for reason in said if not case.detail or outcome is Outcome.REWRITTEN else (*case.refused, case.detail):
+        outcome = CaseOutcome(case.outcome)
+        said = case.refused or ((case.detail,) if outcome is not CaseOutcome.REWRITTEN else ())
+        for reason in said if not case.detail or outcome is CaseOutcome.REWRITTEN else (*case.refused, case.detail):
             if reason and f"{case.cache} {case.attention}" not in where[reason]:
                 where[reason].append(f"{case.cache} {case.attention}")
     return [reason if len(seen) == len(cases) else f"{', '.join(seen)}: {reason}" for reason, seen in where.items()]

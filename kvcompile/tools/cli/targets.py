@@ -42,7 +42,7 @@ class CacheKind(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Options:
+class TargetOptions:
     """How a target is built.
 
     ``attention``: implementation in transformers; None for its default.
@@ -64,7 +64,7 @@ class Target:
     inputs: Any
 
 
-def resolve(text: str, options: Options) -> Target:
+def resolve(text: str, options: TargetOptions) -> Target:
     """Return the target that ``text`` names. Raises TargetError."""
     if text.startswith("hf:"):
         return _tiny(text, options)
@@ -103,7 +103,7 @@ def require_transformers(text: str) -> None:
         raise TargetError(found=text, why="this kind of target needs transformers: pip install 'kvcompile[hf]'")
 
 
-def _tiny(text: str, options: Options) -> Target:
+def _tiny(text: str, options: TargetOptions) -> Target:
     require_transformers(text)
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -123,7 +123,7 @@ def _tiny(text: str, options: Options) -> Target:
     return _language_model(text, model, options)
 
 
-def _checkpoint(text: str, options: Options) -> Target:
+def _checkpoint(text: str, options: TargetOptions) -> Target:
     require_transformers(text)
     from transformers import AutoModelForCausalLM
 
@@ -139,7 +139,7 @@ def _checkpoint(text: str, options: Options) -> Target:
     return _language_model(text, model, options)
 
 
-def _gguf(text: str, file: Path, options: Options) -> Target:
+def _gguf(text: str, file: Path, options: TargetOptions) -> Target:
     """Return a GGUF file's model as a target; weights are decoded to float32 unless a dtype is given. Raises TargetError."""
     require_transformers(text)
     require_readers(text)
@@ -165,7 +165,7 @@ def silent_bars() -> Iterator[None]:
         yield
 
 
-def _language_model(text: str, model: Any, options: Options) -> Target:
+def _language_model(text: str, model: Any, options: TargetOptions) -> Target:
     """Return a transformers model as a target with a prompt of random tokens and, if requested, a static cache."""
     model = model.eval().to(options.device)
     vocab = model.config.get_text_config(decoder=True).vocab_size
@@ -184,7 +184,7 @@ def static_cache(model: Any, capacity: int) -> Any:
     return StaticCache(config=model.config, max_cache_len=capacity)
 
 
-def _from_file(text: str, path: Path, factory: str, options: Options) -> Target:
+def _from_file(text: str, path: Path, factory: str, options: TargetOptions) -> Target:
     if not path.is_file():
         raise TargetError(found=text, why=f"there is no file {path}")
     make = _function(text, path, factory)

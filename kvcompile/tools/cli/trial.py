@@ -22,7 +22,7 @@ from kvcompile.backend import Backend, backend
 from kvcompile.passes.graph.dynamo import lookup_backend, many_versions
 from kvcompile.passes.match.sites import Refusal
 from kvcompile.report import short_paths
-from kvcompile.tools.cli.architectures import Subject, build
+from kvcompile.tools.cli.architectures import TinyModel, build
 from kvcompile.tools.cli.control import rounded
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ DENSE_BOUND = 5e-5
 GRAPHS = 64
 
 
-class Outcome(enum.Enum):
+class CaseOutcome(enum.Enum):
     """The outcome of one case."""
 
     REWRITTEN = "rewritten at every site"
@@ -52,11 +52,11 @@ class Outcome(enum.Enum):
     @property
     def outside(self) -> bool:
         """Whether the outcome says nothing about this backend."""
-        return self in {Outcome.NO_CACHE, Outcome.NOT_CAPTURED, Outcome.NOT_RUN}
+        return self in {CaseOutcome.NO_CACHE, CaseOutcome.NOT_CAPTURED, CaseOutcome.NOT_RUN}
 
 
 @dataclass(frozen=True)
-class Settings:
+class TrialSettings:
     """How every case is run: batch sizes, prompt length, steps, layers; the scheme tried after ``dense`` and its error limit ``bound``."""
 
     scheme: str = "int8"
@@ -99,14 +99,14 @@ class _NoCache(Exception):
 
 
 @dataclass
-class Run:
+class TrialRun:
     """Logits of the last position of every call, and the number of graphs that each call compiled."""
 
     logits: list[torch.Tensor] = field(default_factory=list)
     compiled: list[int] = field(default_factory=list)
 
 
-def cases(name: str, caches: Sequence[str], attentions: Sequence[str], settings: Settings) -> Iterator[Case]:
+def cases(name: str, caches: Sequence[str], attentions: Sequence[str], settings: TrialSettings) -> Iterator[Case]:
     """Yield every case of one architecture; an exception becomes the outcome of its case."""
     for attention in attentions:
         try:
@@ -115,7 +115,7 @@ def cases(name: str, caches: Sequence[str], attentions: Sequence[str], settings:
         except Exception as error:
             log.debug("%s could not be built", name, exc_info=True)
             for cache in caches:
-                yield Case(name, cache, attention, Outcome.NOT_RUN.value, f"cannot be built: {_sentence(error)}")
+                yield Case(name, cache, attention, CaseOutcome.NOT_RUN.value, f"cannot be built: {_sentence(error)}")
             continue
         for cache in caches:
             started = time.perf_counter()
@@ -124,54 +124,55 @@ def cases(name: str, caches: Sequence[str], attentions: Sequence[str], settings:
             yield replace(case, seconds=round(time.perf_counter() - started, 2))
 
 
-def _case(subject: Subject, case: Case, settings: Settings) -> Case:
+def _case(subject: TinyModel, case: Case, settings: TrialSettings) -> Case:
     for rows in settings.rows:
         case = _at_batch(subject, case, rows, settings)
-        if case.outcome not in {"", Outcome.REWRITTEN.value, Outcome.PARTLY.value, Outcome.REFUSED.value}:
+        if case.outcome not in {"", CaseOutcome.REWRITTEN.value, CaseOutcome.PARTLY.value, CaseOutcome.REFUSED.value}:
             return replace(case, detail=f"{case.detail} (batch {rows})")
     return case
 
 
-def _at_batch(subject: Subject, case: Case, rows: int, settings: Settings) -> Case:
+def _at_batch(subject: TinyModel, case: Case, rows: int, settings: TrialSettings) -> Case:
     try:
         plain = run(subject, subject.model, case.cache, rows, settings, lambda: 0)
     except _NoCache:
-        return replace(case, outcome=Outcome.NO_CACHE.value, detail="it returns no cache of keys and values")
+        return replace(case, outcome=CaseOutcome.NO_CACHE.value, detail="it returns no cache of keys and values")
     except Exception as error:
         log.debug("the uncompiled model fails", exc_info=True)
-        return replace(case, outcome=Outcome.NOT_RUN.value, detail=_sentence(error))
+        return replace(case, outcome=CaseOutcome.NOT_RUN.value, detail=_sentence(error))
     if not all(torch.isfinite(item).all() for item in plain.logits):
-        return replace(case, outcome=Outcome.NOT_RUN.value, detail="its logits are not finite")
-    stock = Run()
+        return replace(case, outcome=CaseOutcome.NOT_RUN.value, detail="its logits are not finite")
+    stock = TrialRun()
     if settings.compare_stock:
         try:
             stock = _stock(subject, case.cache, rows, settings)
         except Exception as error:
             log.debug("stock torch.compile fails", exc_info=True)
-            return replace(case, outcome=Outcome.NOT_CAPTURED.value, detail=_sentence(error))
+            return replace(case, outcome=CaseOutcome.NOT_CAPTURED.value, detail=_sentence(error))
         off = _difference(plain, stock)
         case = replace(case, error_stock=_larger(case.error_stock, off), stock_graphs=max(case.stock_graphs, sum(stock.compiled)))
         if off > DENSE_BOUND:
-            return replace(case, outcome=Outcome.NOT_CAPTURED.value, detail=f"its logits are off by {off:.1e} under stock torch.compile")
+            detail = f"its logits are off by {off:.1e} under stock torch.compile"
+            return replace(case, outcome=CaseOutcome.NOT_CAPTURED.value, detail=detail)
     try:
         dense, owner = _ours(subject, case.cache, rows, settings, "dense")
         case = _judged(_noted(case, owner), subject, rows, plain, stock, dense, settings)
-        if case.outcome == Outcome.WRONG.value or not case.sites or settings.scheme == "dense":
+        if case.outcome == CaseOutcome.WRONG.value or not case.sites or settings.scheme == "dense":
             return case
         coarse, _ = _ours(subject, case.cache, rows, settings, settings.scheme)
     except Exception as error:
         log.debug("this backend fails", exc_info=True)
-        return replace(case, outcome=Outcome.FAILED.value, detail=_sentence(error))
+        return replace(case, outcome=CaseOutcome.FAILED.value, detail=_sentence(error))
     off = _difference(plain, coarse)
     case = replace(case, error_scheme=_larger(case.error_scheme, off))
     if off <= settings.bound:
         return case
     moved = _sensitivity(subject, case, rows, settings, plain)
     said = f"logits off by {off:.1e} with {settings.scheme}, by {moved:.1e} where the uncompiled model's keys and values are rounded so"
-    return replace(case, detail=said) if off <= 2 * moved else replace(case, outcome=Outcome.WRONG.value, detail=said)
+    return replace(case, detail=said) if off <= 2 * moved else replace(case, outcome=CaseOutcome.WRONG.value, detail=said)
 
 
-def _sensitivity(subject: Subject, case: Case, rows: int, settings: Settings, plain: Run) -> float:
+def _sensitivity(subject: TinyModel, case: Case, rows: int, settings: TrialSettings, plain: TrialRun) -> float:
     """Return how far the uncompiled model's logits move under the scheme's rounding; 0 if the scheme is not token-wise."""
     scheme = schemes.parse(settings.scheme)
     if not scheme.by_token:
@@ -180,26 +181,26 @@ def _sensitivity(subject: Subject, case: Case, rows: int, settings: Settings, pl
         return _difference(plain, run(subject, subject.model, case.cache, rows, settings, lambda: 0))
 
 
-def _judged(case: Case, subject: Subject, rows: int, plain: Run, stock: Run, dense: Run, settings: Settings) -> Case:
+def _judged(case: Case, subject: TinyModel, rows: int, plain: TrialRun, stock: TrialRun, dense: TrialRun, settings: TrialSettings) -> Case:
     off = _difference(plain, dense)
     case = replace(case, error_dense=_larger(case.error_dense, off), graphs=max(case.graphs, sum(dense.compiled)))
     if not off <= DENSE_BOUND:
-        return replace(case, outcome=Outcome.WRONG.value, detail=f"logits off by {off:.1e} with dense")
+        return replace(case, outcome=CaseOutcome.WRONG.value, detail=f"logits off by {off:.1e} with dense")
     if settings.compare_stock and _more(dense, stock):
         # A stock run that also lowers its graphs has more guards, hence more recompilations: compare with that before judging.
         stock = _stock(subject, case.cache, rows, settings, lowered=True)
         case = replace(case, stock_graphs=max(case.stock_graphs, sum(stock.compiled)))
         if _more(dense, stock):
             return replace(
-                case, outcome=Outcome.RECOMPILES.value, detail=f"per call {dense.compiled}, stock {stock.compiled}",
+                case, outcome=CaseOutcome.RECOMPILES.value, detail=f"per call {dense.compiled}, stock {stock.compiled}",
             )
     if not case.sites and not case.reasons:
-        return replace(case, outcome=Outcome.NO_CACHE.value, detail=f"{case.uncached} attentions without a cache")
-    full = Outcome.REWRITTEN if not case.reasons else Outcome.PARTLY if case.sites else Outcome.REFUSED
+        return replace(case, outcome=CaseOutcome.NO_CACHE.value, detail=f"{case.uncached} attentions without a cache")
+    full = CaseOutcome.REWRITTEN if not case.reasons else CaseOutcome.PARTLY if case.sites else CaseOutcome.REFUSED
     return replace(case, outcome=full.value)
 
 
-def _more(ours: Run, stock: Run) -> bool:
+def _more(ours: TrialRun, stock: TrialRun) -> bool:
     """Return whether this backend compiles in the last steps where stock does not, or more than twice as often overall."""
     return sum(ours.compiled[-SETTLED:]) > sum(stock.compiled[-SETTLED:]) or sum(ours.compiled) > 2 * sum(stock.compiled)
 
@@ -231,7 +232,9 @@ def _plain(refusal: Refusal) -> dict[str, str]:
 
 
 @torch.no_grad()
-def run(subject: Subject, call: Callable[..., Any], cache: str, rows: int, settings: Settings, compiled: Callable[[], int]) -> Run:
+def run(
+    subject: TinyModel, call: Callable[..., Any], cache: str, rows: int, settings: TrialSettings, compiled: Callable[[], int]
+) -> TrialRun:
     """Run prefill and decode steps with ``call``; ``compiled`` returns the number of graphs so far. Raises _NoCache."""
     total = settings.prompt + settings.steps
     generator = torch.Generator().manual_seed(7)
@@ -242,7 +245,7 @@ def run(subject: Subject, call: Callable[..., Any], cache: str, rows: int, setti
         for row in range(rows):
             mask[row, : PADS[row % len(PADS)]] = 0
     past = subject.static_cache(total + 6) if cache == "static" else subject.dynamic_cache()
-    found = Run()
+    found = TrialRun()
     start, before = 0, compiled()
     for stop in range(settings.prompt, total + 1):
         seen = None if mask is None else mask[:, :stop]
@@ -256,7 +259,7 @@ def run(subject: Subject, call: Callable[..., Any], cache: str, rows: int, setti
     return found
 
 
-def _stock(subject: Subject, cache: str, rows: int, settings: Settings, lowered: bool = False) -> Run:
+def _stock(subject: TinyModel, cache: str, rows: int, settings: TrialSettings, lowered: bool = False) -> TrialRun:
     """Run the case under stock ``torch.compile``; ``lowered``: down to Inductor's operations, which adds guards."""
     made: list[Any] = []
     lower = lookup_backend("aot_eager_decomp_partition") if lowered else None
@@ -269,7 +272,7 @@ def _stock(subject: Subject, cache: str, rows: int, settings: Settings, lowered:
         return run(subject, torch.compile(subject.model, backend=keep), cache, rows, settings, lambda: len(made))
 
 
-def _ours(subject: Subject, cache: str, rows: int, settings: Settings, scheme: str) -> tuple[Run, Backend]:
+def _ours(subject: TinyModel, cache: str, rows: int, settings: TrialSettings, scheme: str) -> tuple[TrialRun, Backend]:
     owner = backend(scheme, inner="eager")
     with _fresh():
         found = run(subject, torch.compile(subject.model, backend=owner), cache, rows, settings, lambda: len(owner.graphs))
@@ -284,7 +287,7 @@ def _fresh() -> Iterator[None]:
         yield
 
 
-def _difference(expected: Run, found: Run) -> float:
+def _difference(expected: TrialRun, found: TrialRun) -> float:
     """Return the largest difference of logits over all calls, relative to the largest logit; infinite for NaN."""
     largest = max(float(item.abs().max()) for item in expected.logits)
     worst = max(float((a - b).abs().max()) for a, b in zip(expected.logits, found.logits, strict=True))

@@ -25,7 +25,7 @@ from kvcompile.settings import Inner
 from kvcompile.tools.evaluation.adaptation import Adaptation, Watch
 from kvcompile.tools.evaluation.decoding import answers, forced, last_only
 from kvcompile.tools.evaluation.fidelity import attention_errors
-from kvcompile.tools.evaluation.measures import Answer, Held, Layer, Measured, Text
+from kvcompile.tools.evaluation.measures import Answer, Held, LayerError, Measured, Text
 from kvcompile.tools.evaluation.subject import Question, Subject
 from kvcompile.tools.evaluation.tasks import KEYED, RULER, TASKS
 
@@ -173,7 +173,7 @@ class Bench:
             found.append(Answer(item.name, item.task, item.length, item.depth, item.expected, said, right, score))
         return found
 
-    def _layers(self, scheme: object, paths: Sequence[str], label: str) -> tuple[Layer, ...]:
+    def _layers(self, scheme: object, paths: Sequence[str], label: str) -> tuple[LayerError, ...]:
         self.report(f"{label}: outputs of attention")
         return attention_errors(self.subject, scheme, paths, self.ids, self.capacity)
 

@@ -16,7 +16,7 @@ import torch
 from kvcompile.backend import backend
 from kvcompile.settings import Inner
 from kvcompile.tools.evaluation.decoding import forced, last_only
-from kvcompile.tools.evaluation.measures import Layer
+from kvcompile.tools.evaluation.measures import LayerError
 from kvcompile.tools.evaluation.subject import Subject
 
 Outputs = dict[str, list[torch.Tensor]]
@@ -63,14 +63,14 @@ def dense_outputs(subject: Subject, ids: torch.Tensor, prompt: int, paths: Seque
     return {path: torch.cat(tensors, 1)[:, prompt - 1 :].cpu() for path, tensors in found.items() if tensors}
 
 
-def errors(found: dict[str, torch.Tensor], dense: dict[str, torch.Tensor], length: int) -> tuple[Layer, ...]:
+def errors(found: dict[str, torch.Tensor], dense: dict[str, torch.Tensor], length: int) -> tuple[LayerError, ...]:
     """Return mean square error, cosine and signal-to-noise ratio of every module's outputs."""
     rows = []
     for path, theirs in dense.items():
         ours, exact = found[path].double().flatten(0, 1).flatten(1), theirs.double().flatten(0, 1).flatten(1)
         noise, signal = float((ours - exact).square().mean()), float(exact.square().mean())
         cosine = float(torch.nn.functional.cosine_similarity(ours, exact, dim=1).mean())
-        rows.append(Layer(length, path, noise, cosine, decibels(signal, noise)))
+        rows.append(LayerError(length, path, noise, cosine, decibels(signal, noise)))
     return tuple(rows)
 
 
@@ -81,12 +81,12 @@ def decibels(signal: float, noise: float) -> float:
 
 def attention_errors(
     subject: Subject, scheme: object, paths: Sequence[str], texts: Mapping[int, torch.Tensor], capacity: int
-) -> tuple[Layer, ...]:
+) -> tuple[LayerError, ...]:
     """Return the errors of the attention modules at ``paths``; ``texts``: ids [B, T] by the length of their prompts."""
     named = modules(subject.model, paths)
     torch.compiler.reset()
     compiled = torch.compile(subject.model, backend=backend(scheme, inner=Inner.EAGER), dynamic=False)
-    rows: tuple[Layer, ...] = ()
+    rows: tuple[LayerError, ...] = ()
     for length, ids in texts.items():
         prompt = len(subject.start) + length
         steps: Outputs = {path: [] for path in named}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvcompile.tools.evaluation.adaptation import Adaptation
-from kvcompile.tools.evaluation.statistics import Share
+from kvcompile.tools.evaluation.statistics import Proportion
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerError:
     """Difference of one attention module's outputs from the uncompressed model's: mean square, cosine, signal to noise in decibels."""
 
     length: int
@@ -71,7 +71,7 @@ class Measured:
 
     scheme: str
     texts: tuple[Text, ...] = ()
-    layers: tuple[Layer, ...] = ()
+    layers: tuple[LayerError, ...] = ()
     answers: tuple[Answer, ...] = ()
     held: tuple[Held, ...] = ()
     seconds: float = 0.0
@@ -92,9 +92,9 @@ class Measured:
         return mean([value for text in self.texts for value in text.kl])
 
     @property
-    def agreement(self) -> Share:
+    def agreement(self) -> Proportion:
         """Share of predictions with the uncompressed model's likeliest token."""
-        return Share(sum(sum(text.same) for text in self.texts), sum(text.predictions * len(text.same) for text in self.texts))
+        return Proportion(sum(sum(text.same) for text in self.texts), sum(text.predictions * len(text.same) for text in self.texts))
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -123,10 +123,10 @@ class Measured:
         """Tasks of the answers, in order."""
         return tuple(dict.fromkeys(item.task for item in self.answers))
 
-    def share(self, task: str | None = None, length: int | None = None, depth: float | None = None) -> Share:
+    def share(self, task: str | None = None, length: int | None = None, depth: float | None = None) -> Proportion:
         """Return the share of right answers, of one task, length and depth; None: of all."""
         picked = [item.right for item in self.picked(task, length) if depth is None or item.depth == depth]
-        return Share(sum(picked), len(picked))
+        return Proportion(sum(picked), len(picked))
 
     def picked(self, task: str | None = None, length: int | None = None) -> list[Answer]:
         """Return the answers of a task and a length; None: of all."""

@@ -45,7 +45,7 @@ class Compared:
 
 
 @dataclass(frozen=True)
-class Beside:
+class PairedComparison:
     """One scheme against another on the same texts and questions.
 
     ``kl``, ``bits``: the scheme's minus the other's, nats per token and bits per byte, means over texts with bootstrap intervals.
@@ -57,7 +57,7 @@ class Beside:
     paired: dict[str, Paired]
 
     @classmethod
-    def of(cls, scheme: Measured, other: Measured, seed: int = 0) -> Beside:
+    def of(cls, scheme: Measured, other: Measured, seed: int = 0) -> PairedComparison:
         """Return the comparison of two schemes' measurements; intervals resample texts and questions from ``seed``."""
         pairs = list(zip(other.answers, scheme.answers, strict=True))
         groups = {"all": pairs} | {task: [pair for pair in pairs if pair[0].task == task] for task in scheme.tasks}
@@ -99,9 +99,9 @@ class Results:
         differing = discordant(list(zip(self.reference.answers, scheme.answers, strict=True)))
         return Compared(found.kl, found.bits, found.paired, tuple(differing))
 
-    def beside(self, scheme: Measured, other: Measured) -> Beside:
+    def beside(self, scheme: Measured, other: Measured) -> PairedComparison:
         """Return the comparison of a scheme with another one of the run."""
-        return Beside.of(scheme, other, int(self.config.get("seed", 0)))
+        return PairedComparison.of(scheme, other, int(self.config.get("seed", 0)))
 
     def named(self, label: str) -> Measured:
         """Return the scheme with this label. Raises BadEvaluation."""

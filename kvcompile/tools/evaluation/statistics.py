@@ -25,7 +25,7 @@ def wilson(hits: int, trials: int, z: float = 1.96) -> tuple[float, float]:
 
 
 @dataclass(frozen=True)
-class Share:
+class Proportion:
     """Hits out of trials, with Wilson's 95% interval."""
 
     hits: int

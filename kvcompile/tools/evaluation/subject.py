@@ -22,7 +22,7 @@ TOKEN_SNAP = 48
 """Distance in tokens after a drawn offset within which a line break is looked for."""
 
 
-class Rule(enum.Enum):
+class AnswerRule(enum.Enum):
     """The rule for a right answer: equal to the expected line, or containing all of its parts (RULER's rule)."""
 
     LINE = "line"
@@ -33,9 +33,9 @@ class Rule(enum.Enum):
         kind = TASKS[task]
         parts = [part.decode() for part in kind.parts(expected.encode())]
         line, ended, _ = said.partition("\n")
-        within = (said if self is Rule.PARTS else line).lower()
+        within = (said if self is AnswerRule.PARTS else line).lower()
         share = sum(part.lower() in within for part in parts) / len(parts)
-        if self is Rule.PARTS:
+        if self is AnswerRule.PARTS:
             return share == 1.0, share
         same = line == expected if kind.ordered else sorted(line.split(", ")) == sorted(parts)
         return same and bool(ended), share
@@ -86,7 +86,7 @@ class Subject:
     filler: Sequence[int] | np.ndarray
     start: tuple[int, ...]
     text: Callable[[Sequence[int]], str]
-    rule: Rule
+    rule: AnswerRule
     cache: Callable[[int], Any]
     positions: int | None = None
     trained: tuple[str, ...] = ()
@@ -119,7 +119,7 @@ class Subject:
             depth = depths[number % len(depths)]
             item = posed(task, number, length, self.writing, self.filler, seed=seed, depth=depth, room=self.room(length), **options)
             name = f"{task}/{self.unit}={length}/depth={'drawn' if depth is None else f'{depth:g}'}/seed={seed}{spelled}/{number}"
-            answer = len(self.writing.write(item.answer)) + (0 if self.rule is Rule.LINE else 8)
+            answer = len(self.writing.write(item.answer)) + (0 if self.rule is AnswerRule.LINE else 8)
             asked = round(item.depth, 1) if depth is None else depth
             made.append(Question(name, task, length, asked, (*self.start, *item.prompt), item.answer.decode().strip(), answer))
         return made

@@ -13,7 +13,7 @@ from kvcompile.report import size_text
 from kvcompile.schemes.certificate.telemetry import COLUMNS
 from kvcompile.tools.evaluation.measures import Measured, mean
 from kvcompile.tools.evaluation.results import Results
-from kvcompile.tools.evaluation.statistics import Mean, Share
+from kvcompile.tools.evaluation.statistics import Mean, Proportion
 
 BANDS = ((0.95, "on green"), (0.8, "on dark_green"), (0.5, "on dark_goldenrod"), (0.2, "on dark_orange3"), (0.0, "on red"))
 """Colour of a cell by the smallest share of right answers that it covers."""
@@ -72,7 +72,7 @@ def kind_table(results: Results) -> Table:
     return table
 
 
-def cell(share: Share) -> Text:
+def cell(share: Proportion) -> Text:
     """Return one cell of a heatmap: right answers of questions, coloured; empty without questions."""
     if not share.trials:
         return Text("")
@@ -80,7 +80,7 @@ def cell(share: Share) -> Text:
     return Text(f" {share.hits}/{share.trials} ", style=f"white {style}")
 
 
-def grid(row: Measured, task: str) -> tuple[list[float], list[int], list[list[Share]]]:
+def grid(row: Measured, task: str) -> tuple[list[float], list[int], list[list[Proportion]]]:
     """Return depths, lengths, and right answers by depth and length."""
     picked = row.picked(task)
     depths, lengths = sorted({item.depth for item in picked}), sorted({item.length for item in picked})

@@ -17,8 +17,8 @@ from typing import TypeVar
 from kvcompile.errors import BudgetTooSmall, SchemeError
 from kvcompile.passes.plan.policy import Pair, Policy
 from kvcompile.schemes import Dense, Scheme, parse
-from kvcompile.tools.planner.sensitivity import Half, Layer, Sensitivity
-from kvcompile.tools.planner.stores import Stored
+from kvcompile.tools.planner.sensitivity import CachePart, Layer, Sensitivity
+from kvcompile.tools.planner.stores import StoredSlot
 from kvcompile.types import Role, SlotSpec
 
 T = TypeVar("T")
@@ -28,7 +28,7 @@ MOST_CHOICES = 20_000
 
 
 @dataclass(frozen=True)
-class Choice:
+class PairOption:
     """Schemes of one layer's keys and values, their bytes and the sum of their damages."""
 
     pair: Pair
@@ -72,19 +72,19 @@ def fitted(known: Sensitivity, memory: int, context: int, batch: int = 1) -> Fit
     return Fitted(Policy(rules), nbytes, damage)
 
 
-def _choices(known: Sensitivity, layer: Layer, context: int, batch: int) -> list[Choice]:
+def _choices(known: Sensitivity, layer: Layer, context: int, batch: int) -> list[PairOption]:
     """Return every pair of measured schemes that one layer can have."""
     options = {half: [(parse(name), kl) for name, kl in known.of(layer.path, half).items()] for half in layer.halves}
     for found in options.values():
         found.append((Dense(), 0.0))
-    if layer.halves == (Half.BOTH,):
-        pairs = [(Pair(scheme, scheme), kl) for scheme, kl in options[Half.BOTH]]
+    if layer.halves == (CachePart.BOTH,):
+        pairs = [(Pair(scheme, scheme), kl) for scheme, kl in options[CachePart.BOTH]]
     else:
-        pairs = [(Pair(k, v), of_k + of_v) for (k, of_k), (v, of_v) in itertools.product(options[Half.KEY], options[Half.VALUE])]
+        pairs = [(Pair(k, v), of_k + of_v) for (k, of_k), (v, of_v) in itertools.product(options[CachePart.KEY], options[CachePart.VALUE])]
     made = []
     for pair, damage in pairs:
         try:
-            made.append(Choice(pair, _nbytes(layer, pair, context, batch), damage))
+            made.append(PairOption(pair, _nbytes(layer, pair, context, batch), damage))
         except SchemeError:
             # Not every pair of schemes can serve one attention.
             continue
@@ -95,20 +95,20 @@ def _nbytes(layer: Layer, pair: Pair, context: int, batch: int) -> int:
     """Return the bytes of one layer's stores under a pair. Raises a SchemeError if the pair is not possible."""
     window = max(pair.k.window, pair.v.window)
     for scheme in (pair.k, pair.v):
-        scheme.check_pair(pair.k, pair.v, layer.halves == (Half.BOTH,), layer.path)
+        scheme.check_pair(pair.k, pair.v, layer.halves == (CachePart.BOTH,), layer.path)
     return sum(_stored(layer, slot, pair.k if _is_key(layer, slot) else pair.v, window).nbytes(batch, context) for slot in layer.slots)
 
 
 def _is_key(layer: Layer, slot: SlotSpec) -> bool:
     """Return whether the scheme of keys stores a slot: it also stores a latent, whose slot has the role of values."""
-    return layer.halves == (Half.BOTH,) or slot.role is Role.KEY
+    return layer.halves == (CachePart.BOTH,) or slot.role is Role.KEY
 
 
-def _stored(layer: Layer, slot: SlotSpec, scheme: Scheme, window: int) -> Stored:
+def _stored(layer: Layer, slot: SlotSpec, scheme: Scheme, window: int) -> StoredSlot:
     own = scheme.for_role(slot.role)
     own.check(slot)
     layout = own.layout(slot)
-    return Stored(layer.path, slot, own, layout.windowed(slot, window) if window else layout, layer.end, exact=layer.end is None)
+    return StoredSlot(layer.path, slot, own, layout.windowed(slot, window) if window else layout, layer.end, exact=layer.end is None)
 
 
 def _unbeaten(items: Iterable[T], cost: Callable[[T], tuple[int, float]]) -> list[T]:

@@ -15,9 +15,9 @@ from kvcompile.errors import NotPlanned
 from kvcompile.passes.graph.shapes import estimate
 from kvcompile.passes.plan.policy import Policy
 from kvcompile.tools.planner.activations import Activations, activations
-from kvcompile.tools.planner.observer import Observed, observed
+from kvcompile.tools.planner.observer import Observation, observed
 from kvcompile.tools.planner.stores import Remainder, Stores, planned
-from kvcompile.tools.planner.weights import Weights, counted
+from kvcompile.tools.planner.weights import ModelWeights, counted
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Model:
     """
 
     name: str
-    observed: Observed = field(repr=False)
-    weights: Weights
+    observed: Observation = field(repr=False)
+    weights: ModelWeights
     remainder: Remainder
     activations: Activations
     capacity: int | None = None
@@ -73,7 +73,7 @@ def traced(name: str, model: torch.nn.Module, inputs: Any, capacity: int | None 
     return Model(name, seen, counted(model), _remainder(seen, tensors, capacity), live, capacity, longest)
 
 
-def _remainder(seen: Observed, tensors: list[torch.Tensor], capacity: int | None) -> Remainder:
+def _remainder(seen: Observation, tensors: list[torch.Tensor], capacity: int | None) -> Remainder:
     """Return the bytes of cache tensors that belong to no slot, per row; tensors with a dim of ``capacity`` count per token."""
     owned = {id(item.tensor(slot)) for item in seen.graphs for site in item.matched.sites for slot in site.slots}
     # A concatenated cache becomes a new tensor in the call: the result that the slot's graph returned.

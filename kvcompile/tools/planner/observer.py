@@ -29,7 +29,7 @@ MOST_GRAPHS = 256
 
 
 @dataclass(frozen=True)
-class Place:
+class SlotKey:
     """The identity of a slot: its cache tensor, and the heads and channels of it that the slot covers."""
 
     tensor: int
@@ -52,13 +52,13 @@ class Seen:
             return self.returned[slot.outputs[0]]
         return self.given[next(entry.index for entry in self.captured.inputs if entry.node is slot.placeholder)]
 
-    def place(self, slot: Slot) -> Place:
+    def place(self, slot: Slot) -> SlotKey:
         """Return the identity of a slot of this graph."""
-        return Place(id(self.tensor(slot)), slot.axes.select, slot.axes.counts)
+        return SlotKey(id(self.tensor(slot)), slot.axes.select, slot.axes.counts)
 
 
 @dataclass(frozen=True)
-class Observed:
+class Observation:
     """All graphs of a prompt and the step after it, in order, and the cache object that the model returned, None if none."""
 
     graphs: tuple[Seen, ...]
@@ -103,7 +103,7 @@ class Observer:
         return replace(captured, inputs=tuple(found))
 
 
-def observed(model: Any, inputs: Any) -> Observed:
+def observed(model: Any, inputs: Any) -> Observation:
     """Trace ``model`` on ``inputs`` (a mapping, a sequence or one tensor), and on one more token if it returns a cache; return the graphs.
 
     Raises the exceptions of the model or its capture.
@@ -113,4 +113,4 @@ def observed(model: Any, inputs: Any) -> Observed:
     torch.compiler.reset()
     with many_versions(MOST_GRAPHS):
         result = observe(model, inputs, owner)
-    return Observed(tuple(owner.graphs), getattr(result, "past_key_values", None))
+    return Observation(tuple(owner.graphs), getattr(result, "past_key_values", None))

@@ -30,7 +30,7 @@ from kvcompile.types import Role, SlotSpec
 FORMAT = 1
 
 
-class Half(enum.Enum):
+class CachePart(enum.Enum):
     """The slots of a layer that a scheme is tried on: keys, values, or both if one tensor holds keys and values."""
 
     KEY = "key"
@@ -39,7 +39,7 @@ class Half(enum.Enum):
 
     def pair(self, scheme: Scheme) -> Pair:
         """Return schemes of keys and values with this part stored in ``scheme`` and the other dense."""
-        return Pair(Dense() if self is Half.VALUE else scheme, Dense() if self is Half.KEY else scheme)
+        return Pair(Dense() if self is CachePart.VALUE else scheme, Dense() if self is CachePart.KEY else scheme)
 
 
 @dataclass(frozen=True)
@@ -49,15 +49,15 @@ class Layer:
     path: str
     slots: tuple[SlotSpec, ...]
     end: int | None
-    halves: tuple[Half, ...]
+    halves: tuple[CachePart, ...]
 
 
 @dataclass(frozen=True)
-class Damage:
+class LayerDamage:
     """The KL, in nats per token, of one scheme in one part of one layer."""
 
     path: str
-    half: Half
+    half: CachePart
     scheme: str
     kl: Annotated[float, Range()]
 
@@ -71,13 +71,13 @@ class Sensitivity:
 
     model: str
     layers: tuple[Layer, ...]
-    damages: tuple[Damage, ...]
+    damages: tuple[LayerDamage, ...]
     rows: int
     prompt: int
     steps: int
     floor: float
 
-    def of(self, path: str, half: Half) -> dict[str, float]:
+    def of(self, path: str, half: CachePart) -> dict[str, float]:
         """Return the KL by scheme of one part of one layer, at least zero."""
         return {item.scheme: max(0.0, item.kl) for item in self.damages if (item.path, item.half) == (path, half)}
 
@@ -130,7 +130,7 @@ class SavedLayer:
 
     path: str
     end: Size | None
-    halves: tuple[Half, ...]
+    halves: tuple[CachePart, ...]
     slots: tuple[SavedSlot, ...]
 
 
@@ -145,7 +145,7 @@ class Saved:
     steps: Size
     floor: Annotated[float, Range()]
     layers: tuple[SavedLayer, ...]
-    damages: tuple[Damage, ...]
+    damages: tuple[LayerDamage, ...]
 
 
 def layers_of(model: Model) -> tuple[Layer, ...]:
@@ -159,8 +159,9 @@ def layers_of(model: Model) -> tuple[Layer, ...]:
         raise NotPlanned(expected="a module path of its own for every attention", found=f"{len(by_path)} paths", name=model.name)
     if sites != set(by_path):
         raise NotPlanned(expected="a cache of its own for every attention", found=f"one that {len(sites)} share", name=model.name)
+    both, apart = (CachePart.BOTH,), (CachePart.KEY, CachePart.VALUE)
     return tuple(
-        Layer(path, tuple(item.slot for item in items), items[0].end, (Half.BOTH,) if path in latent else (Half.KEY, Half.VALUE))
+        Layer(path, tuple(item.slot for item in items), items[0].end, both if path in latent else apart)
         for path, items in by_path.items()
     )
 
@@ -209,12 +210,12 @@ def measured(
     return Sensitivity(name, tuple(layers), damages, trial.ids.shape[0], trial.prompt, trial.reference.shape[1], floor)
 
 
-def _measured(trial: Trial, layers: Sequence[Layer], schemes: Sequence[str], done: Callable[[str], None]) -> Iterator[Damage]:
+def _measured(trial: Trial, layers: Sequence[Layer], schemes: Sequence[str], done: Callable[[str], None]) -> Iterator[LayerDamage]:
     for layer in layers:
         for half in layer.halves:
             for scheme in schemes:
                 try:
-                    yield Damage(layer.path, half, scheme, trial.kl(only(layer.path, half.pair(parse(scheme))), validate=False))
+                    yield LayerDamage(layer.path, half, scheme, trial.kl(only(layer.path, half.pair(parse(scheme))), validate=False))
                 except Exception as error:
                     inner = getattr(error, "inner_exception", error)
                     if not isinstance(inner, SiteRefused):

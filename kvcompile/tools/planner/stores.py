@@ -22,14 +22,14 @@ from kvcompile.passes.plan.policy import Pair, Policy
 from kvcompile.runtime.store.growth import Growth
 from kvcompile.runtime.store.token_slots import LEAST_PAGES
 from kvcompile.schemes import Adaptive, Dense, Scheme
-from kvcompile.tools.planner.observer import Observed, Place
+from kvcompile.tools.planner.observer import Observation, SlotKey
 from kvcompile.types import Extent, Layout, PlaneSpec, SlotSpec, pages_for
 
 GROWTH = Growth()
 DENSE = Policy((("*", Pair(Dense(), Dense())),))
 
 
-class Share(enum.Enum):
+class StoragePurpose(enum.Enum):
     """The purpose of stored bytes."""
 
     CODES = "codes"
@@ -41,21 +41,21 @@ class Share(enum.Enum):
     LEFT = "left as it was"
 
 
-def _share(plane: PlaneSpec, first: bool) -> Share:
+def _share(plane: PlaneSpec, first: bool) -> StoragePurpose:
     """Return the purpose of one plane, from its spec; ``first``: whether it is the first that ``encode`` returns."""
     if plane.originals:
-        return Share.TIER2
+        return StoragePurpose.TIER2
     if plane.tally or plane.placed:
-        return Share.OWN
+        return StoragePurpose.OWN
     if plane.extent is Extent.ROW:
-        return Share.WINDOW
+        return StoragePurpose.WINDOW
     if plane.extent is Extent.BATCH:
-        return Share.TABLES
-    return Share.CODES if first else Share.SCALES
+        return StoragePurpose.TABLES
+    return StoragePurpose.CODES if first else StoragePurpose.SCALES
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredSlot:
     """One slot in numbers: its scheme and layout; ``scheme`` None: it stays dense.
 
     ``end``: the most tokens that it holds, None for all of the sequence.
@@ -78,7 +78,7 @@ class Stored:
     still: bool = False
 
     @staticmethod
-    def of(item: SlotPlan, site: Site, kept: bool, capacity: int | None, written: SlotPlan | None) -> Stored:
+    def of(item: SlotPlan, site: Site, kept: bool, capacity: int | None, written: SlotPlan | None) -> StoredSlot:
         """Return the numbers of a planned slot.
 
         ``kept``: whether it stays dense. ``capacity``: that of caches as long as the sequence.
@@ -91,12 +91,12 @@ class Stored:
             # Equal
             # counts in the traced call are a coincidence, so they are not compared here.
             still = written.slot.kind.facts.grows
-            return Stored(site.path, item.spec, scheme, item.layout, written.end, once=count, still=still)
+            return StoredSlot(site.path, item.spec, scheme, item.layout, written.end, once=count, still=still)
         pooled = item.slot.block_table is not None
         end = int(item.slot.axes.room(value_of(item.slot.root).shape)) if pooled else item.end
         exact = end is not None and end == capacity
         forgets = item.slot.sliding is not None or rolls(site) is not None
-        return Stored(site.path, item.spec, scheme, item.layout, None if exact else end, exact, pooled, forgets)
+        return StoredSlot(site.path, item.spec, scheme, item.layout, None if exact else end, exact, pooled, forgets)
 
     def tokens(self, tokens: int) -> int:
         """Return how many of a sequence's ``tokens`` tokens are stored."""
@@ -130,15 +130,15 @@ class Stored:
         rows = 1 if self.pooled else batch
         return rows * self.tokens(tokens) * self.slot.heads * self.slot.head_dim * self.slot.dtype.itemsize
 
-    def shares(self, batch: int, tokens: int) -> Iterable[tuple[Share, bool, int]]:
+    def shares(self, batch: int, tokens: int) -> Iterable[tuple[StoragePurpose, bool, int]]:
         """Yield (purpose, whether in pinned host memory on a GPU, bytes)."""
         if self.scheme is None:
-            yield Share.LEFT, False, self.dense(batch, tokens)
+            yield StoragePurpose.LEFT, False, self.dense(batch, tokens)
         elif isinstance(self.scheme, Adaptive):
             count = batch * tokens if self.once is None else batch * self.once
-            yield Share.CODES, False, math.ceil(self.scheme.announced * 2 * count * self.slot.heads * self.slot.head_dim)
+            yield StoragePurpose.CODES, False, math.ceil(self.scheme.announced * 2 * count * self.slot.heads * self.slot.head_dim)
             if kept := self.scheme.original_bytes(self.slot):
-                yield Share.TIER2, any(plane.host for plane in self.layout.planes), count * self.slot.heads * kept
+                yield StoragePurpose.TIER2, any(plane.host for plane in self.layout.planes), count * self.slot.heads * kept
         else:
             rows, pages = 1 if self.pooled else batch, self.pages(tokens)
             for index, plane in enumerate(self.layout.planes):
@@ -181,17 +181,17 @@ class Remainder:
 class Stores:
     """All stores of a model under one policy, the dense remainder, and the refusals."""
 
-    stored: tuple[Stored, ...]
+    stored: tuple[StoredSlot, ...]
     remainder: Remainder = Remainder()
     refusals: tuple[Refusal, ...] = ()
 
-    def shares(self, batch: int, tokens: int) -> dict[tuple[Share, bool], int]:
+    def shares(self, batch: int, tokens: int) -> dict[tuple[StoragePurpose, bool], int]:
         """Return bytes by (purpose, whether in pinned host memory)."""
-        found: Counter[tuple[Share, bool]] = Counter()
+        found: Counter[tuple[StoragePurpose, bool]] = Counter()
         for item in self.stored:
             for share, host, count in item.shares(batch, tokens):
                 found[share, host] += count
-        found[Share.LEFT, False] += self.remainder.nbytes(batch, tokens)
+        found[StoragePurpose.LEFT, False] += self.remainder.nbytes(batch, tokens)
         return dict(found)
 
     def bytes_per_token(self, tokens: int) -> float:
@@ -236,14 +236,14 @@ def page_symbol(end: int | None) -> sympy.Symbol:
     return sympy.Symbol("N" if end is None else f"N_{end}", integer=True, positive=True)
 
 
-def planned(observed: Observed, policy: Policy, remainder: Remainder = Remainder(), capacity: int | None = None) -> Stores:
+def planned(observed: Observation, policy: Policy, remainder: Remainder = Remainder(), capacity: int | None = None) -> Stores:
     """Return the stores of a model under a policy; slots that a scheme refuses stay dense and are listed.
 
     ``capacity``: that of the traced static cache, which stands for the length of the sequence.
     """
-    found: dict[Place, tuple[SlotPlan, Site]] = {}
-    known: dict[Place, tuple[SlotPlan, Site]] = {}
-    kept: set[Place] = set()
+    found: dict[SlotKey, tuple[SlotPlan, Site]] = {}
+    known: dict[SlotKey, tuple[SlotPlan, Site]] = {}
+    kept: set[SlotKey] = set()
     refusals: dict[tuple[str, str], Refusal] = {}
     # The step's graphs first: a prompt's graph may say less about a slot, such as the size of a window that is not full.
     for seen in reversed(observed.graphs):
@@ -258,17 +258,17 @@ def planned(observed: Observed, policy: Policy, remainder: Remainder = Remainder
         known = every | known
     once = _written_once(observed)
     stored = tuple(
-        Stored.of(*(known[place] if place in kept else found[place]), place in kept, capacity, once.get(place)) for place in known
+        StoredSlot.of(*(known[place] if place in kept else found[place]), place in kept, capacity, once.get(place)) for place in known
     )
     return Stores(stored, remainder, tuple(refusals.values()))
 
 
-def _written_once(observed: Observed) -> dict[Place, SlotPlan]:
+def _written_once(observed: Observation) -> dict[SlotKey, SlotPlan]:
     """Return the slots that calls of one length write and calls of another only read, each with the first plan that writes it.
 
     Calls are compared, not graphs: after a graph break one graph may write what the next one of the same call reads.
     """
-    found: dict[Place, dict[int, list[SlotPlan]]] = {}
+    found: dict[SlotKey, dict[int, list[SlotPlan]]] = {}
     for seen in observed.graphs:
         for item in plan(seen.matched, DENSE).sites:
             for part in item.parts:

@@ -33,7 +33,7 @@ class WeightFormat(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Weights:
+class ModelWeights:
     """Parameters of a model: entries of matrices that a quantizer takes, and bytes of all others in the model's dtype."""
 
     entries: int
@@ -46,7 +46,7 @@ class Weights:
         return math.ceil(self.entries * stored.bits(self.dtype) / 8) + self.others + self.buffers
 
 
-def counted(model: torch.nn.Module) -> Weights:
+def counted(model: torch.nn.Module) -> ModelWeights:
     """Return a model's weights: parameters of two or more dims count as matrices, except embeddings and the output head."""
     kept = {id(parameter) for module in model.modules() if isinstance(module, torch.nn.Embedding) for parameter in module.parameters()}
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
@@ -57,4 +57,4 @@ def counted(model: torch.nn.Module) -> Weights:
     chosen = {id(each) for each in matrices}
     others = sum(each.numel() * each.dtype.itemsize for each in parameters if id(each) not in chosen)
     buffers = {id(each): each.numel() * each.dtype.itemsize for each in model.buffers()}
-    return Weights(sum(each.numel() for each in matrices), others, dtype, sum(buffers.values()))
+    return ModelWeights(sum(each.numel() for each in matrices), others, dtype, sum(buffers.values()))

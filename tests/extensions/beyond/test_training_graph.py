@@ -18,7 +18,7 @@ from kvcompile.extensions.beyond.learning.training_graph import TrainingBackend
 from kvcompile.passes.match import uncached
 from kvcompile.schemes import Beyond
 from kvcompile.settings import Inner
-from kvcompile.tools.cli.targets import Options, resolve
+from kvcompile.tools.cli.targets import TargetOptions, resolve
 from kvcompile.types import Role
 
 pytestmark = pytest.mark.usefixtures("one_thread", "fresh_dynamo")
@@ -45,7 +45,7 @@ def trained(model: torch.nn.Module, inner: Inner = Inner.EAGER, budget: float = 
     ("gemma2", "eager"), ("qwen3_moe", "sdpa"), ("gpt_bigcode", "sdpa"),
 ])
 def test_training_computes_what_serving_does(name: str, attention: str) -> None:
-    model = resolve(f"hf:{name}", Options(dtype=torch.float32, attention=attention)).model
+    model = resolve(f"hf:{name}", TargetOptions(dtype=torch.float32, attention=attention)).model
     run, parameters, _ = trained(model)
     assert len(parameters.paths) == 2 and len(parameters.slots) == 4
     with torch.no_grad():
@@ -65,7 +65,7 @@ def test_training_computes_what_serving_does(name: str, attention: str) -> None:
 
 
 def test_training_is_serving_bit_for_bit_where_the_attention_is() -> None:
-    model = resolve("hf:llama", Options(dtype=torch.bfloat16, attention="sdpa")).model
+    model = resolve("hf:llama", TargetOptions(dtype=torch.bfloat16, attention="sdpa")).model
     run, parameters, _ = trained(model)
     with torch.no_grad():
         found = run(input_ids=WORDS, use_cache=False).logits
@@ -89,7 +89,7 @@ def test_every_inner_compiler_gives_the_same_gradients(
     inner: Inner, budget: float, nested: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With activations computed again, too, and with operators that compile their code when they first run, as they do on CUDA."""
-    model = resolve("hf:llama", Options(dtype=torch.float32, attention="sdpa")).model
+    model = resolve("hf:llama", TargetOptions(dtype=torch.float32, attention="sdpa")).model
     found = []
     for how, share in ((Inner.EAGER, 1.0), (inner, budget)):
         torch._dynamo.reset()
@@ -161,7 +161,7 @@ def test_attention_that_has_no_cache_is_left_as_it_is(cross: bool, why: str) -> 
 
 
 def test_keys_that_are_written_into_place_are_refused_with_a_reason() -> None:
-    model = resolve("hf:deepseek_v3", Options(dtype=torch.float32, attention="sdpa")).model.requires_grad_(False)
+    model = resolve("hf:deepseek_v3", TargetOptions(dtype=torch.float32, attention="sdpa")).model.requires_grad_(False)
     parameters = Parameters(Beyond())
     owner = TrainingBackend(parameters, RULE, Inner.EAGER)
     with torch.no_grad():
@@ -177,7 +177,7 @@ def test_an_attention_that_a_recogniser_fails_at_stays_as_it_is(monkeypatch: pyt
             raise IndexError("nobody foresaw this")
 
     monkeypatch.setattr("kvcompile.passes.match.uncached.ATTENTIONS", (fails, *uncached.ATTENTIONS))
-    model = resolve("hf:llama", Options(dtype=torch.float32, attention="eager")).model
+    model = resolve("hf:llama", TargetOptions(dtype=torch.float32, attention="eager")).model
     _, parameters, owner = trained(model)
     assert len(parameters.paths) == 2
     assert not owner.refusals, "an attention that another recogniser knows is not refused"

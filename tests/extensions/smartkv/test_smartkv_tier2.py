@@ -20,8 +20,8 @@ from kvcompile.extensions.smartkv.buckets import Buckets
 from kvcompile.extensions.smartkv.scheme import Smartkv, Tier2
 from kvcompile.runtime.store.adaptive_store import AdaptiveStore
 from kvcompile.schemes import parse
-from kvcompile.tools.planner.stores import Share
-from kvcompile.tools.planner.stores import Stored as Planned
+from kvcompile.tools.planner.stores import StoragePurpose
+from kvcompile.tools.planner.stores import StoredSlot as Planned
 from kvcompile.types import Role, SlotSpec, pages_for
 
 DRIFT = "tau=1e-6"
@@ -242,7 +242,8 @@ def test_a_plan_counts_originals_apart() -> None:
         scheme = Smartkv(tier2=where)
         stored = SimpleNamespace(scheme=scheme, slot=spec, layout=scheme.layout(spec), pooled=False, end=None, once=None)
         shares = {share: (on_host, count) for share, on_host, count in Planned.shares(stored, 3, 1000)}  # type: ignore[arg-type]
-        assert shares[Share.TIER2] == (host, 3 * 1000 * K * D * 2) and shares[Share.CODES] == (False, int(0.4 * 3 * 1000 * K * D * 2))
+        assert shares[StoragePurpose.TIER2] == (host, 3 * 1000 * K * D * 2)
+        assert shares[StoragePurpose.CODES] == (False, int(0.4 * 3 * 1000 * K * D * 2))
         assert Planned.bytes_per_token(stored, 1000) == pytest.approx(1.4 * K * D * 2)  # type: ignore[arg-type]
 
 

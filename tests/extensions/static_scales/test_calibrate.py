@@ -17,7 +17,7 @@ from kvcompile.extensions.static_scales.scales import Extent, ModelScales
 from kvcompile.extensions.static_scales.scheme import STATIC
 from kvcompile.schemes import Fp8, Int8
 from kvcompile.schemes.symmetric import stored_scale
-from kvcompile.tools.cli.targets import Options, resolve
+from kvcompile.tools.cli.targets import TargetOptions, resolve
 from kvcompile.types import Granularity, Role
 
 pytestmark = pytest.mark.usefixtures("one_thread", "fresh_dynamo")
@@ -27,7 +27,7 @@ WORDS = torch.randint(1, 60, (2, 21), generator=torch.Generator().manual_seed(0)
 
 def model_of(name: str, attention: str = "sdpa") -> torch.nn.Module:
     """A tiny model of an architecture, in float32."""
-    return resolve(f"hf:{name}", Options(dtype=torch.float32, attention=attention)).model
+    return resolve(f"hf:{name}", TargetOptions(dtype=torch.float32, attention=attention)).model
 
 
 def cached(model: Any, words: torch.Tensor, keep: torch.Tensor | None = None) -> list[tuple[torch.Tensor, torch.Tensor]]:

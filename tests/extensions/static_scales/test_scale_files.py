@@ -18,7 +18,7 @@ from kvcompile.errors import BadScales
 from kvcompile.extensions.static_scales.scales import ModelScales
 from kvcompile.extensions.static_scales.scheme import StaticFp8, StaticInt8
 from kvcompile.schemes.model_file import fingerprint
-from kvcompile.tools.cli.targets import Options, resolve
+from kvcompile.tools.cli.targets import TargetOptions, resolve
 from kvcompile.types import Role
 
 pytestmark = pytest.mark.usefixtures("one_thread", "fresh_dynamo")
@@ -29,7 +29,7 @@ PATHS = llama_paths(2)
 @pytest.fixture(name="model", scope="module")
 def tiny_llama() -> torch.nn.Module:
     """A Llama of two layers with two kv heads, in float32."""
-    return resolve("hf:llama", Options(dtype=torch.float32)).model
+    return resolve("hf:llama", TargetOptions(dtype=torch.float32)).model
 
 
 def held(scheme: Any) -> list[tuple[float, ...]]:

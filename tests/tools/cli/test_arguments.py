@@ -16,7 +16,7 @@ from kvcompile.extensions.static_scales.scales import Extent
 from kvcompile.passes.rewrite.rewritten import Variant
 from kvcompile.settings import Inner
 from kvcompile.tools.cli import arguments
-from kvcompile.tools.cli.dump import Stage
+from kvcompile.tools.cli.dump import DumpStage
 from kvcompile.tools.cli.targets import CacheKind
 from kvcompile.tools.evaluation.tasks import TASKS
 from kvcompile.tools.planner.recommend import Generation
@@ -68,7 +68,7 @@ def test_the_place_that_runs_a_command_is_there(name: str) -> None:
 
 def test_choices_and_defaults_are_those_of_the_modules_that_take_them() -> None:
     enums = {
-        arguments.CACHES: CacheKind, arguments.INNER: Inner, arguments.STAGES: Stage, arguments.VARIANTS: Variant,
+        arguments.CACHES: CacheKind, arguments.INNER: Inner, arguments.STAGES: DumpStage, arguments.VARIANTS: Variant,
         arguments.EXTENTS: Extent, arguments.GENERATIONS: Generation,
     }
     for given, members in enums.items():

@@ -10,7 +10,7 @@ import torch
 import kvcompile
 from kvcompile.extensions.static_scales.scales import Extent, ModelScales
 from kvcompile.tools.cli.main import main
-from kvcompile.tools.cli.targets import Options, resolve
+from kvcompile.tools.cli.targets import TargetOptions, resolve
 
 pytestmark = pytest.mark.usefixtures("one_thread", "fresh_dynamo")
 
@@ -31,7 +31,7 @@ def test_scales_are_measured_from_a_file_and_fit_the_model(data: Path, capsys: p
     assert main(command) == 0
     told = " ".join(capsys.readouterr().err.split())
     assert "fp8-static" in told and "198 tokens" in told and "clipped" in told
-    model = resolve("examples/tinylm", Options(dtype=torch.bfloat16)).model
+    model = resolve("examples/tinylm", TargetOptions(dtype=torch.bfloat16)).model
     scheme = kvcompile.load_scales(out, model)
     assert isinstance(scheme.scales, ModelScales) and scheme.name == "fp8-static"
     assert {site.key.extent for site in scheme.scales.sites.values()} == {Extent.HEAD}

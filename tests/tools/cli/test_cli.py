@@ -16,7 +16,7 @@ from kvcompile.schemes import SCHEMES
 from kvcompile.tools.cli import evaluate
 from kvcompile.tools.cli.arguments import split
 from kvcompile.tools.cli.main import main
-from kvcompile.tools.cli.targets import Options, resolve
+from kvcompile.tools.cli.targets import TargetOptions, resolve
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
@@ -182,7 +182,7 @@ def test_bad_factories(run: Callable[..., tuple[int, str, str]], module: Path, n
 
 def test_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(TargetError, match=r"has no config\.json"):
-        resolve(str(tmp_path), Options())
+        resolve(str(tmp_path), TargetOptions())
 
 
 @pytest.mark.parametrize(("scheme", "why"), [("int5", "expected one of the schemes"), ("int4(group=5)", "a power of two")])
@@ -193,7 +193,7 @@ def test_bad_schemes_are_refused_before_the_target_is_read(run: Callable[..., tu
 
 
 def test_sliding_layers_are_kept_beside_full_ones() -> None:
-    config = resolve("hf:gemma3_text", Options()).model.config
+    config = resolve("hf:gemma3_text", TargetOptions()).model.config
     assert config.layer_types == ["sliding_attention", "full_attention"]
 
 

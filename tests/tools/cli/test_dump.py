@@ -16,13 +16,13 @@ from kvcompile.lowering.decode.offline import OfflineCompilation
 from kvcompile.lowering.site_kernel import PrefillSite, SiteKernel
 from kvcompile.passes.rewrite.rewritten import Variant
 from kvcompile.report import GraphReport, Report
-from kvcompile.tools.cli.dump import Dump, Stage
-from kvcompile.tools.cli.targets import CacheKind, Options, resolve
+from kvcompile.tools.cli.dump import Dump, DumpStage
+from kvcompile.tools.cli.targets import CacheKind, TargetOptions, resolve
 
 
 def seen(kind: CacheKind, scheme: str) -> Backend:
     torch._dynamo.reset()
-    target = resolve("hf:llama", Options(cache=kind))
+    target = resolve("hf:llama", TargetOptions(cache=kind))
     owner = kvcompile.backend(scheme, inner="eager")
     observe(target.model, target.inputs, owner)
     return owner
@@ -39,7 +39,7 @@ def static() -> Backend:
 
 
 def test_captured_shows_the_cache_by_its_name(dynamic: Backend) -> None:
-    text = Dump(dynamic).text(Stage.CAPTURED)
+    text = Dump(dynamic).text(DumpStage.CAPTURED)
     assert "past_key_values.layers[0].keys" in text
     assert "self.model.layers.0.self_attn.q_proj.weight" in text
     assert "torch.ops.aten.scaled_dot_product_attention" in text
@@ -48,7 +48,7 @@ def test_captured_shows_the_cache_by_its_name(dynamic: Backend) -> None:
 
 
 def test_normalised_names_every_part_of_a_site(dynamic: Backend) -> None:
-    text = Dump(dynamic).text(Stage.NORMALISED)
+    text = Dump(dynamic).text(DumpStage.NORMALISED)
     assert len(re.findall(r"^site \d: model\.layers\.\d\.self_attn$", text, re.MULTILINE)) == 2
     assert "H = 4 query heads over K = 2 kv heads, G = 2, D = 64, S = 1 new tokens" in text
     assert re.search(r"q +%\w+ +\[B, H, S, D\] = bfloat16\[1, 4, 1, 64\]", text)
@@ -58,11 +58,11 @@ def test_normalised_names_every_part_of_a_site(dynamic: Backend) -> None:
 
 
 def test_normalised_prefill_is_causal_by_index(dynamic: Backend) -> None:
-    assert re.search(r"mask +t <= s$", Dump(dynamic, 0).text(Stage.NORMALISED), re.MULTILINE)
+    assert re.search(r"mask +t <= s$", Dump(dynamic, 0).text(DumpStage.NORMALISED), re.MULTILINE)
 
 
 def test_rewritten_has_append_and_attend_and_no_cache(dynamic: Backend) -> None:
-    text = Dump(dynamic).text(Stage.REWRITTEN)
+    text = Dump(dynamic).text(DumpStage.REWRITTEN)
     assert text.count("torch.ops.kvcompile.append.default(") == 4
     assert text.count("torch.ops.kvcompile.attend.default(") == 2
     assert "scaled_dot_product_attention.default" not in text
@@ -72,13 +72,13 @@ def test_rewritten_has_append_and_attend_and_no_cache(dynamic: Backend) -> None:
 def test_a_variant_that_no_call_needed_is_made_for_the_dump(static: Backend) -> None:
     made = static.records[1].variants
     assert made is not None and Variant.PAST in made and Variant.FRESH not in made
-    text = Dump(static, 1, Variant.FRESH).text(Stage.REWRITTEN)
+    text = Dump(static, 1, Variant.FRESH).text(DumpStage.REWRITTEN)
     assert "into an empty cache" in text
     assert "attend.default(" not in text
 
 
 def test_triton_source_is_one_kernel_for_equal_sites(dynamic: Backend) -> None:
-    text = Dump(dynamic).text(Stage.TRITON)
+    text = Dump(dynamic).text(DumpStage.TRITON)
     assert text.count("@triton.jit") == 1
     assert "# attend of model.layers.0.self_attn, model.layers.1.self_attn" in text
     assert "# keys int4, values int4" in text
@@ -114,7 +114,7 @@ def dump_of_rows(tokens: int) -> Dump:
 def test_many_rows_are_the_kernel_that_inductor_makes(tokens: int, kind: type) -> None:
     """From 65 rows of a kv head on it is another template."""
     dump = dump_of_rows(tokens)
-    assert "@triton.jit" in dump.text(Stage.TRITON)
+    assert "@triton.jit" in dump.text(DumpStage.TRITON)
     (kernel, _), = dump.kernels("sm_90")
     assert type(kernel) is kind and kernel.queries == tokens
     assert [re.findall(r"\.entry (\w+)", str(made["ptx"])) for made in kernel.compiled("sm_90")] == [["kvcompile_attend"]]
@@ -122,7 +122,7 @@ def test_many_rows_are_the_kernel_that_inductor_makes(tokens: int, kind: type) -
 
 def test_very_many_rows_are_two_kernels() -> None:
     dump = dump_of_rows(64)
-    text = dump.text(Stage.TRITON)
+    text = dump.text(DumpStage.TRITON)
     assert re.findall(r"def (kvcompile_\w+)", text) == ["kvcompile_decode", "kvcompile_attend"]
     assert "# 32768 tokens at a time: decoded by the first kernel, attended to by the second" in text
     found = dump.kernels("sm_90")[0][0].compiled("sm_90")
@@ -136,14 +136,14 @@ def test_splits_follow_the_architecture(dynamic: Backend) -> None:
 
 @pytest.mark.compile
 def test_ptx_needs_no_device(dynamic: Backend) -> None:
-    text = Dump(dynamic).text(Stage.PTX, "sm_90")
+    text = Dump(dynamic).text(DumpStage.PTX, "sm_90")
     assert ".target sm_90a" in text
     assert ".entry kvcompile_attend" in text
 
 
 @pytest.mark.compile
 def test_sass_needs_no_device(static: Backend) -> None:
-    assert "EXIT" in Dump(static).text(Stage.SASS, "sm_80")
+    assert "EXIT" in Dump(static).text(DumpStage.SASS, "sm_80")
 
 
 class Cached(torch.nn.Module):
@@ -164,19 +164,19 @@ class Cached(torch.nn.Module):
 def test_inductor_module_has_our_kernel(fresh_dynamo: None) -> None:
     owner = kvcompile.backend("int8", inner="eager")
     observe(Cached(), (torch.randn(1, 2, 1, 64), torch.tensor([0])), owner)
-    text = Dump(owner).text(Stage.INDUCTOR)
+    text = Dump(owner).text(DumpStage.INDUCTOR)
     assert "kvcompile::attend, keys int8" in text
     assert "async_compile" in text
 
 
 def test_a_graph_with_a_filled_cache_has_no_fresh_variant(dynamic: Backend) -> None:
     with pytest.raises(NothingToDump, match="expected the variant past of graph 1, found fresh"):
-        Dump(dynamic, 1, Variant.FRESH).text(Stage.REWRITTEN)
+        Dump(dynamic, 1, Variant.FRESH).text(DumpStage.REWRITTEN)
 
 
 def test_a_prefill_by_flash_attention_has_no_attend_kernel(dynamic: Backend) -> None:
     with pytest.raises(NothingToDump, match="expected an attend kernel, found graph 0 into an empty cache: 2 x scaled_dot"):
-        Dump(dynamic, 0).text(Stage.TRITON)
+        Dump(dynamic, 0).text(DumpStage.TRITON)
 
 
 def test_a_graph_that_is_not_there(dynamic: Backend) -> None:
@@ -191,7 +191,7 @@ def test_nothing_compiled() -> None:
 
 def test_an_unknown_architecture(dynamic: Backend) -> None:
     with pytest.raises(OfflineCompilation, match="sm_80, sm_90, sm_100, found sm_42"):
-        Dump(dynamic).text(Stage.PTX, "sm_42")
+        Dump(dynamic).text(DumpStage.PTX, "sm_42")
 
 
 def test_explained_bytes_are_those_of_the_asked_length(dynamic: Backend) -> None:

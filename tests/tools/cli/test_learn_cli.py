@@ -13,7 +13,7 @@ from kvcompile.errors import BadBatch
 from kvcompile.extensions.beyond.learning.text import Tokens, batches, documents, sequences, split
 from kvcompile.extensions.beyond.storage import load_tables
 from kvcompile.tools.cli.main import main
-from kvcompile.tools.cli.targets import Options, resolve
+from kvcompile.tools.cli.targets import TargetOptions, resolve
 
 pytestmark = pytest.mark.usefixtures("one_thread", "fresh_dynamo")
 
@@ -36,7 +36,7 @@ def test_tables_are_learned_from_a_file_and_fit_the_model(data: Path, capsys: py
     run = data.with_name("run")
     assert main(["learn", tinylm, "--data", str(data), "--out", str(out), "--folder", str(run), *SMALL, "--scheme", "beyond(bits=3)"]) == 0
     assert "nats a token" in " ".join(capsys.readouterr().err.split())
-    model = resolve(tinylm, Options(dtype=torch.bfloat16)).model
+    model = resolve(tinylm, TargetOptions(dtype=torch.bfloat16)).model
     scheme = load_tables(out, model)
     assert scheme.bits == 3 and scheme.trained
     assert json.loads((run / "config.json").read_text())["settings"]["batch"] == 4

@@ -18,18 +18,18 @@ from kvcompile.tools.cli.main import main
 from kvcompile.tools.cli.shrink import tiny_config
 from kvcompile.tools.cli.survey import Survey, conduct, read_cases, untried
 from kvcompile.tools.cli.survey_table import about, as_csv, summary, tally, verdict
-from kvcompile.tools.cli.trial import DENSE_BOUND, Case, Outcome, Settings
+from kvcompile.tools.cli.trial import DENSE_BOUND, Case, CaseOutcome, TrialSettings
 
-GOOD = Case("good", "static", "sdpa", Outcome.REWRITTEN.value, sites=2, error_dense=3e-7, error_scheme=0.01, graphs=3, stock_graphs=3)
-PARTLY = replace(GOOD, architecture="partly", outcome=Outcome.PARTLY.value, refused=("read by | another",), reasons=({"reason": "x"},))
-OUTSIDE = Case("ssm", "static", "sdpa", Outcome.NO_CACHE.value, "0 attentions without a cache")
-QUICK = Settings(rows=(3,), prompt=6, steps=4, layers=1, compare_stock=False)
+GOOD = Case("good", "static", "sdpa", CaseOutcome.REWRITTEN.value, sites=2, error_dense=3e-7, error_scheme=0.01, graphs=3, stock_graphs=3)
+PARTLY = replace(GOOD, architecture="partly", outcome=CaseOutcome.PARTLY.value, refused=("read by | another",), reasons=({"reason": "x"},))
+OUTSIDE = Case("ssm", "static", "sdpa", CaseOutcome.NO_CACHE.value, "0 attentions without a cache")
+QUICK = TrialSettings(rows=(3,), prompt=6, steps=4, layers=1, compare_stock=False)
 
 
 def test_an_architecture_is_what_its_worst_case_is() -> None:
-    assert verdict([GOOD, replace(GOOD, cache="dynamic", outcome=Outcome.WRONG.value)]) is Outcome.WRONG
-    assert verdict([GOOD, replace(OUTSIDE, outcome=Outcome.NOT_RUN.value)]) is Outcome.REWRITTEN
-    assert tally([GOOD, PARTLY, OUTSIDE]) == {Outcome.REWRITTEN: 1, Outcome.PARTLY: 1, Outcome.NO_CACHE: 1}
+    assert verdict([GOOD, replace(GOOD, cache="dynamic", outcome=CaseOutcome.WRONG.value)]) is CaseOutcome.WRONG
+    assert verdict([GOOD, replace(OUTSIDE, outcome=CaseOutcome.NOT_RUN.value)]) is CaseOutcome.REWRITTEN
+    assert tally([GOOD, PARTLY, OUTSIDE]) == {CaseOutcome.REWRITTEN: 1, CaseOutcome.PARTLY: 1, CaseOutcome.NO_CACHE: 1}
 
 
 def test_what_is_outside_is_not_counted() -> None:
@@ -51,7 +51,7 @@ def test_it_says_how_it_was_made() -> None:
 
 def test_an_architecture_that_takes_too_long_ends_alone() -> None:
     found = list(conduct(Survey(("llama",), ("dynamic", "static"), ("eager",), QUICK, timeout=0.0)))
-    assert [case.outcome for case in found[0]] == [Outcome.FAILED.value] * 2
+    assert [case.outcome for case in found[0]] == [CaseOutcome.FAILED.value] * 2
     assert all("not done after" in case.detail for case in found[0])
 
 
@@ -59,7 +59,7 @@ def test_what_is_known_is_not_tried_again(tmp_path: Path, capsys: pytest.Capture
     path = tmp_path / "known.json"
     path.write_text(json.dumps([replace(GOOD, architecture="llama").plain()]))
     known = read_cases(path)
-    assert [(case.architecture, case.outcome) for case in known] == [("llama", Outcome.REWRITTEN.value)]
+    assert [(case.architecture, case.outcome) for case in known] == [("llama", CaseOutcome.REWRITTEN.value)]
     assert untried(("llama", "gpt2"), ("static",), ("sdpa",), known) == ("gpt2",)
     assert untried(("llama",), ("static", "dynamic"), ("sdpa",), known) == ("llama",)
     page = tmp_path / "page.csv"
@@ -115,7 +115,7 @@ def test_a_handful() -> None:
     found = [case for cases in conduct(Survey(chosen, ("dynamic",), ("eager",), QUICK)) for case in cases]
     assert {case.architecture for case in found} == set(chosen)
     for case in found:
-        assert case.outcome == Outcome.REWRITTEN.value, case
+        assert case.outcome == CaseOutcome.REWRITTEN.value, case
         assert case.error_dense is not None and case.error_dense <= DENSE_BOUND
         assert case.error_scheme is not None and 0 < case.error_scheme <= QUICK.bound
         json.dumps(case.plain())

@@ -16,7 +16,7 @@ import torch
 
 from kvcompile.errors import BadEvaluation
 from kvcompile.tools.cli.subjects import tokenizer_of
-from kvcompile.tools.cli.targets import Options, resolve, static_cache
+from kvcompile.tools.cli.targets import TargetOptions, resolve, static_cache
 from kvcompile.tools.evaluation.harness import harness_model, windows
 
 
@@ -47,7 +47,7 @@ def asked(*args: Any) -> SimpleNamespace:
 
 @pytest.fixture(scope="module")
 def parts(checkpoint: Path) -> tuple[Any, Any]:
-    return resolve(str(checkpoint), Options(dtype=torch.float32)).model, tokenizer_of(str(checkpoint))
+    return resolve(str(checkpoint), TargetOptions(dtype=torch.float32)).model, tokenizer_of(str(checkpoint))
 
 
 @pytest.fixture

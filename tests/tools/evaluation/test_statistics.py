@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from kvcompile.tools.evaluation.statistics import Paired, Share, bootstrap, mcnemar, wilson
+from kvcompile.tools.evaluation.statistics import Paired, Proportion, bootstrap, mcnemar, wilson
 
 
 @pytest.mark.parametrize(("lost", "won", "p"), [
@@ -25,7 +25,7 @@ def test_mcnemar_of_many_pairs_is_no_float_overflow() -> None:
 def test_wilson() -> None:
     assert wilson(95, 100) == pytest.approx((0.8882, 0.9785), abs=1e-4)
     assert wilson(0, 10)[0] == 0.0 and wilson(10, 10)[1] == 1.0 and wilson(0, 0) == (0.0, 1.0)
-    assert Share(8, 10).interval[0] == pytest.approx(0.4902, abs=1e-4) and math.isnan(Share(0, 0).value)
+    assert Proportion(8, 10).interval[0] == pytest.approx(0.4902, abs=1e-4) and math.isnan(Proportion(0, 0).value)
 
 
 def test_bootstrap_of_two_values_is_a_binomial() -> None:

@@ -13,7 +13,7 @@ from kvcompile.errors import BadEvaluation, TargetError
 from kvcompile.tools.cli.subjects import TINYLM, tinylm
 from kvcompile.tools.cli.subjects import checkpoint as read_checkpoint
 from kvcompile.tools.evaluation.bench import QUICK, Bench, Effort
-from kvcompile.tools.evaluation.subject import Rule, Subject
+from kvcompile.tools.evaluation.subject import AnswerRule, Subject
 from kvcompile.tools.evaluation.tasks import TASKS
 
 
@@ -58,14 +58,15 @@ def test_texts_lie_apart_and_bytes_are_counted(subject: Subject, shipped: Subjec
 
 
 @pytest.mark.parametrize(("rule", "task", "expected", "said", "right", "score"), [
-    (Rule.LINE, "needle", "123", "123\nmore", True, 1.0), (Rule.LINE, "needle", "123", "1234\n", False, 1.0),
-    (Rule.LINE, "needle", "123", "123", False, 1.0), (Rule.LINE, "multivalue", "1, 2", "2, 1\n", False, 1.0),
-    (Rule.LINE, "common", "ba, du", "du, ba\n", True, 1.0), (Rule.LINE, "common", "ba, du", "du, ki\n", False, 0.5),
-    (Rule.LINE, "variable", "b = a = 48", "b = a = 47\n", False, 2 / 3),
-    (Rule.PARTS, "needle", "Kiba", " it is kiba, I think", True, 1.0), (Rule.PARTS, "multivalue", "17, 29, 38", "38 and 17", False, 2 / 3),
-    (Rule.PARTS, "multiquery", "a-b is 17, c-d is 29", "29\n17", True, 1.0),
+    (AnswerRule.LINE, "needle", "123", "123\nmore", True, 1.0), (AnswerRule.LINE, "needle", "123", "1234\n", False, 1.0),
+    (AnswerRule.LINE, "needle", "123", "123", False, 1.0), (AnswerRule.LINE, "multivalue", "1, 2", "2, 1\n", False, 1.0),
+    (AnswerRule.LINE, "common", "ba, du", "du, ba\n", True, 1.0), (AnswerRule.LINE, "common", "ba, du", "du, ki\n", False, 0.5),
+    (AnswerRule.LINE, "variable", "b = a = 48", "b = a = 47\n", False, 2 / 3),
+    (AnswerRule.PARTS, "needle", "Kiba", " it is kiba, I think", True, 1.0),
+    (AnswerRule.PARTS, "multivalue", "17, 29, 38", "38 and 17", False, 2 / 3),
+    (AnswerRule.PARTS, "multiquery", "a-b is 17, c-d is 29", "29\n17", True, 1.0),
 ])
-def test_judging(rule: Rule, task: str, expected: str, said: str, right: bool, score: float) -> None:
+def test_judging(rule: AnswerRule, task: str, expected: str, said: str, right: bool, score: float) -> None:
     assert rule.judge(task, expected, said) == (right, pytest.approx(score))
 
 

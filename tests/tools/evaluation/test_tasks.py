@@ -13,7 +13,7 @@ from tinylm import corpus
 from tinylm import tasks as shipped
 
 from kvcompile.errors import QuestionTooLong
-from kvcompile.tools.evaluation.tasks import BYTES, RULER, SNAP, TASKS, Plan, examples, multiquery_plan, plant, posed
+from kvcompile.tools.evaluation.tasks import BYTES, RULER, SNAP, TASKS, TaskPlan, examples, multiquery_plan, plant, posed
 from kvcompile.tools.evaluation.tasks.plans import zeta_counts
 
 FILLER = corpus.heldout_text()
@@ -60,7 +60,7 @@ def test_prompts_hold_their_answers(task: str, length: int, depth: float | None)
 def test_depth_is_the_share_of_filler_before_the_first_statement(task: str, depth: float) -> None:
     rng = random.Random(task)
     plan = TASKS[task].plan(rng, 3000)
-    body, where = plant(rng, Plan(plan.groups[:1], ()), FILLER, 3000, depth)
+    body, where = plant(rng, TaskPlan(plan.groups[:1], ()), FILLER, 3000, depth)
     room = 3000 - sum(len(line) + 2 for line in plan.groups[0])
     first = body.index(plan.groups[0][0]) - 1
     assert 0 <= first - int(depth * room) < SNAP

@@ -12,7 +12,7 @@ from kvcompile.tools.planner.capacity import Demand
 from kvcompile.tools.planner.figures import Damage, Figures, Speed, figures
 from kvcompile.tools.planner.phantom import hollow, phantom
 from kvcompile.tools.planner.recommend import Generation, Option, recommend
-from kvcompile.tools.planner.stores import Remainder, Stored, Stores
+from kvcompile.tools.planner.stores import Remainder, StoredSlot, Stores
 from kvcompile.tools.planner.weights import WeightFormat, counted
 from kvcompile.types import PAGE, Extent, Role, SlotSpec
 
@@ -22,7 +22,7 @@ ROOMY = Demand(memory=80 * 10**9, weights=35 * 10**9, overhead=0, batch=16, cont
 def llama_70b(scheme: str) -> Stores:
     """The stores of Llama-2-70B's cache, without a model."""
     made = [(parse(scheme).for_role(role), SlotSpec(8, 128, torch.float16, role)) for role in Role for _ in range(80)]
-    return Stores(tuple(Stored("layer", slot, each, each.layout(slot), None, exact=True) for each, slot in made))
+    return Stores(tuple(StoredSlot("layer", slot, each, each.layout(slot), None, exact=True) for each, slot in made))
 
 
 def option(label: str, kl: float | None, demand: Demand = ROOMY, noise: float = 0.0) -> Option:

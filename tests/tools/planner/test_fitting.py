@@ -19,7 +19,7 @@ from kvcompile.passes.plan.policy import Pair
 from kvcompile.schemes import Dense, parse
 from kvcompile.tools.planner.fitting import fitted
 from kvcompile.tools.planner.model import traced
-from kvcompile.tools.planner.sensitivity import Damage, Half, Layer, Sensitivity, Trial, layers_of, measured, only
+from kvcompile.tools.planner.sensitivity import CachePart, Layer, LayerDamage, Sensitivity, Trial, layers_of, measured, only
 from kvcompile.types import Role, SlotSpec
 
 NAMES = ("int8", "int4", "kivi")
@@ -29,9 +29,10 @@ SLOTS = tuple(SlotSpec(2, 64, torch.float32, role) for role in Role)
 def known(table: list[float], layers: int = 2) -> Sensitivity:
     """Damages by layer, half and scheme, in this order."""
     paths = [f"layers.{index}" for index in range(layers)]
-    keys = itertools.product(paths, (Half.KEY, Half.VALUE), NAMES)
-    damages = tuple(Damage(path, half, name, kl) for (path, half, name), kl in zip(keys, table, strict=True))
-    return Sensitivity("made up", tuple(Layer(path, SLOTS, None, (Half.KEY, Half.VALUE)) for path in paths), damages, 1, 1, 1, 0.0)
+    halves = (CachePart.KEY, CachePart.VALUE)
+    keys = itertools.product(paths, halves, NAMES)
+    damages = tuple(LayerDamage(path, half, name, kl) for (path, half, name), kl in zip(keys, table, strict=True))
+    return Sensitivity("made up", tuple(Layer(path, SLOTS, None, halves) for path in paths), damages, 1, 1, 1, 0.0)
 
 
 def every_choice(given_: Sensitivity, memory: int, tokens: int) -> float:
@@ -114,8 +115,8 @@ def test_sensitivity_and_the_bytes_of_its_policy(tmp_path: Path) -> None:
         for half in layer.halves:
             kl = found.of(layer.path, half)
             assert kl["kivi"] > kl["int8"] > abs(found.floor)
-    again = trial.kl(only(layers[1].path, Half.VALUE.pair(parse("kivi"))))
-    assert again == found.of(layers[1].path, Half.VALUE)["kivi"]
+    again = trial.kl(only(layers[1].path, CachePart.VALUE.pair(parse("kivi"))))
+    assert again == found.of(layers[1].path, CachePart.VALUE)["kivi"]
 
     found.save(tmp_path / "tiny.json")
     whole = fitted(found, 10**9, 192, 3)

@@ -14,7 +14,7 @@ import kvcompile
 from kvcompile.passes.plan.policy import policy_of
 from kvcompile.tools.cli.architectures import build
 from kvcompile.tools.planner.model import traced
-from kvcompile.tools.planner.stores import BATCH, TOKENS, Share, Stores, page_symbol
+from kvcompile.tools.planner.stores import BATCH, TOKENS, StoragePurpose, Stores, page_symbol
 
 SCHEMES = (
     "dense", "int8", "int4(group=16)", "nf4", "fp8", "kivi", "kivi(bits=4,window=64)", "squat", "certified",
@@ -102,7 +102,7 @@ def test_architectures(name: str) -> None:
         pytest.skip(f"this transformers has no {name}")
     planned = plan(subject.model, "int8", 40, 90, exact=False)
     allocated, _ = held(subject.model, "int8", 2, 40, 43, 90)
-    compressed = sum(count for (share, _), count in planned.shares(2, 43).items() if share is not Share.LEFT)
+    compressed = sum(count for (share, _), count in planned.shares(2, 43).items() if share is not StoragePurpose.LEFT)
     assert compressed == allocated > 0
 
 

@@ -5,7 +5,7 @@ the statements, ``questions`` names the tasks and makes prompts of an exact leng
 """
 
 from kvcompile.tools.evaluation.tasks.plans import (
-    Plan,
+    TaskPlan,
     code,
     common_words_plan,
     counting_plan,
@@ -21,7 +21,7 @@ from kvcompile.tools.evaluation.tasks.planting import BYTES, SNAP, BytesWriting,
 from kvcompile.tools.evaluation.tasks.questions import KEYED, RULER, TASKS, Example, Posed, Task, examples, posed
 
 __all__ = [
-    "BYTES", "KEYED", "RULER", "SNAP", "TASKS", "BytesWriting", "Example", "Filler", "Plan", "Posed", "Task", "Writing", "code",
+    "BYTES", "KEYED", "RULER", "SNAP", "TASKS", "BytesWriting", "Example", "Filler", "Posed", "Task", "TaskPlan", "Writing", "code",
     "common_words_plan", "counting_plan", "cut", "digits", "examples", "frequent_words_plan", "multiquery_plan", "multivalue_plan",
     "needle_plan", "plant", "posed", "tracking_plan", "word",
 ]

@@ -17,7 +17,7 @@ WORDS_A_LINE = 6
 
 
 @dataclass(frozen=True)
-class Plan:
+class TaskPlan:
     """Statements to plant and the questions about them.
 
     Each group's lines keep their order in the text. The first question is about group 0.
@@ -75,7 +75,7 @@ def _note(noun: bytes, key: bytes, value: bytes) -> bytes:
     return b"# Note: the %s of %s is %s" % (noun, key, value)
 
 
-def needle_plan(rng: random.Random, keys: int = 1, questions: int = 1, words: float = 0.0) -> Plan:
+def needle_plan(rng: random.Random, keys: int = 1, questions: int = 1, words: float = 0.0) -> TaskPlan:
     """Return a plan of ``keys`` key-value lines, the first ``questions`` of which are asked.
 
     ``words``: share of values that are made-up words rather than numbers.
@@ -87,10 +87,10 @@ def needle_plan(rng: random.Random, keys: int = 1, questions: int = 1, words: fl
         value = _value(rng, words)
         groups.append((_note(noun, key, value),))
         asked.append((b"\n# Recall: the %s of %s is " % (noun, key), value + b"\n"))
-    return Plan(tuple(groups), tuple(asked[:questions]))
+    return TaskPlan(tuple(groups), tuple(asked[:questions]))
 
 
-def multivalue_plan(rng: random.Random, keys: int = 3, values: int = 3, questions: int = 1, words: float = 0.0) -> Plan:
+def multivalue_plan(rng: random.Random, keys: int = 3, values: int = 3, questions: int = 1, words: float = 0.0) -> TaskPlan:
     """Return a plan of ``keys`` keys with ``values`` lines each; the first ``questions`` keys are asked for all their values, in order."""
     pairs = _keys(rng, keys)
     noun = rng.choice(NOUNS)
@@ -99,17 +99,17 @@ def multivalue_plan(rng: random.Random, keys: int = 3, values: int = 3, question
         said = _distinct(rng, values, lambda source: _value(source, words))
         groups.append(tuple(_note(noun, key, value) for value in said))
         asked.append((b"\n# Recall all %d: the %s of %s is " % (values, noun, key), b", ".join(said) + b"\n"))
-    return Plan(tuple(groups), tuple(asked[:questions]))
+    return TaskPlan(tuple(groups), tuple(asked[:questions]))
 
 
-def multiquery_plan(rng: random.Random, keys: int = 8, asked: int = 3, questions: int = 1, words: float = 0.0) -> Plan:
+def multiquery_plan(rng: random.Random, keys: int = 8, asked: int = 3, questions: int = 1, words: float = 0.0) -> TaskPlan:
     """Return a plan of ``keys`` key-value lines; each of ``questions`` questions asks for ``asked`` other keys, which the answer names."""
     pairs = _keys(rng, keys)[:keys]
     noun = rng.choice(NOUNS)
     said = {key: _value(rng, words) for key in pairs}
     groups = tuple((_note(noun, key, value),) for key, value in said.items())
     rows = [pairs[at : at + asked] for at in range(0, questions * asked, asked)]
-    return Plan(groups, tuple(
+    return TaskPlan(groups, tuple(
         (
             b"\n# Recall each of %s: the %s of " % (b", ".join(row), noun),
             b", ".join(b"%s is %s" % (key, said[key]) for key in row) + b"\n",
@@ -117,7 +117,7 @@ def multiquery_plan(rng: random.Random, keys: int = 8, asked: int = 3, questions
     ))
 
 
-def tracking_plan(rng: random.Random, chains: int = 4, hops: int = 2, questions: int = 1) -> Plan:
+def tracking_plan(rng: random.Random, chains: int = 4, hops: int = 2, questions: int = 1) -> TaskPlan:
     """Return a plan of assignment chains (`a = 48213`, `b = a`, ...), asked from their last names.
 
     The answer follows the chain back to its number, as in `# Trace: c = b = a = 48213`.
@@ -128,17 +128,17 @@ def tracking_plan(rng: random.Random, chains: int = 4, hops: int = 2, questions:
         links = [*names[chain * (hops + 1) : (chain + 1) * (hops + 1)], digits(rng)]
         groups.append(tuple(b"%s = %s" % (a, b) for a, b in zip(links[-2::-1], links[:0:-1], strict=True)))
         asked.append((b"\n# Trace: %s = " % links[0], b" = ".join(links[1:]) + b"\n"))
-    return Plan(tuple(groups), tuple(asked[:questions]))
+    return TaskPlan(tuple(groups), tuple(asked[:questions]))
 
 
-def counting_plan(rng: random.Random, words: int = 3, most: int = 8, questions: int = 1) -> Plan:
+def counting_plan(rng: random.Random, words: int = 3, most: int = 8, questions: int = 1) -> TaskPlan:
     """Return a plan of marked words, each on one to `most` lines; the questions ask how many lines mark a word."""
     groups, asked = [], []
     for name in _distinct(rng, words, word):
         times = rng.randint(1, most)
         groups.append((b"# Seen: " + name,) * times)
         asked.append((b"\n# Count of %s: " % name, b"%d\n" % times))
-    return Plan(tuple(groups), tuple(asked[:questions]))
+    return TaskPlan(tuple(groups), tuple(asked[:questions]))
 
 
 def _listed(marker: bytes, items: list[bytes]) -> tuple[bytes, ...]:
@@ -147,14 +147,14 @@ def _listed(marker: bytes, items: list[bytes]) -> tuple[bytes, ...]:
     return tuple(b"# %s: %s" % (marker, b", ".join(row)) for row in rows)
 
 
-def common_words_plan(rng: random.Random, few: int = 3, times: int = 8, others: int = 24) -> Plan:
+def common_words_plan(rng: random.Random, few: int = 3, times: int = 8, others: int = 24) -> TaskPlan:
     """Return a plan of listed words: ``few`` of them ``times`` times each, ``others`` once; asked for the few, in order of appearance."""
     names = _distinct(rng, few + others, word)
     common = set(names[:few])
     bag = [*names[:few] * times, *names[few:]]
     rng.shuffle(bag)
     answer = list(dict.fromkeys(name for name in bag if name in common))
-    return Plan((_listed(b"Words", bag),), ((b"\n# The %d most common words: " % few, b", ".join(answer) + b"\n"),))
+    return TaskPlan((_listed(b"Words", bag),), ((b"\n# The %d most common words: " % few, b", ".join(answer) + b"\n"),))
 
 
 def zeta_counts(total: int, alpha: float) -> list[int]:
@@ -167,7 +167,7 @@ def zeta_counts(total: int, alpha: float) -> list[int]:
     return counts
 
 
-def frequent_words_plan(rng: random.Random, top: int = 3, total: int = 60, alpha: float = 2.0) -> Plan:
+def frequent_words_plan(rng: random.Random, top: int = 3, total: int = 60, alpha: float = 2.0) -> TaskPlan:
     """Return a plan of ``total`` listed codes with a zeta distribution, asked for the ``top`` most frequent, most frequent first.
 
     Fewer are asked if a rank is not more frequent than the next.
@@ -178,4 +178,4 @@ def frequent_words_plan(rng: random.Random, top: int = 3, total: int = 60, alpha
     names = _distinct(rng, len(counts), code)
     bag = [name for name, count in zip(names, counts, strict=True) for _ in range(count)]
     rng.shuffle(bag)
-    return Plan((_listed(b"Coded", bag),), ((b"\n# The %d most frequent codes: " % top, b", ".join(names[:top]) + b"\n"),))
+    return TaskPlan((_listed(b"Coded", bag),), ((b"\n# The %d most frequent codes: " % top, b", ".join(names[:top]) + b"\n"),))

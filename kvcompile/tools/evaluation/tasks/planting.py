@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from kvcompile.errors import QuestionTooLong
-from kvcompile.tools.evaluation.tasks.plans import Plan
+from kvcompile.tools.evaluation.tasks.plans import TaskPlan
 
 Filler = bytes | np.ndarray
 """Real text to hide statements in: bytes, or a uint8 array of shape (N,)."""
@@ -85,7 +85,7 @@ def piece(writing: Writing[Units], rng: random.Random, filler: Sequence[int] | n
     return writing.join(pieces)
 
 
-def plant(rng: random.Random, plan: Plan, filler: Filler, length: int, depth: float | None = None) -> tuple[bytes, float]:
+def plant(rng: random.Random, plan: TaskPlan, filler: Filler, length: int, depth: float | None = None) -> tuple[bytes, float]:
     """Return filler with the plan's lines in it, exactly `length` bytes, and the depth of the first line of group 0.
 
     Lines are placed uniformly over the text; with `depth`, the first line of group 0 comes after that share of the filler, and the group's
@@ -95,7 +95,7 @@ def plant(rng: random.Random, plan: Plan, filler: Filler, length: int, depth: fl
 
 
 def planted(
-    writing: Writing[Units], rng: random.Random, plan: Plan, filler: Sequence[int] | np.ndarray, length: int, depth: float | None = None,
+    writing: Writing[Units], rng: random.Random, plan: TaskPlan, filler: Sequence[int] | np.ndarray, length: int, depth: float | None = None
 ) -> tuple[Units, float]:
     """Return the result of ``plant`` in the units of a writing."""
     lines = [[writing.write(b"\n" + line + b"\n") for line in group] for group in plan.groups]

@@ -16,7 +16,7 @@ from typing import Any, Generic
 import numpy as np
 
 from kvcompile.tools.evaluation.tasks.plans import (
-    Plan,
+    TaskPlan,
     common_words_plan,
     counting_plan,
     frequent_words_plan,
@@ -58,46 +58,46 @@ class Task:
     ``parts``: returns the items of an answer, which are scored one by one. ``ordered``: whether their order counts.
     """
 
-    plan: Callable[..., Plan]
+    plan: Callable[..., TaskPlan]
     parts: Callable[[bytes], tuple[bytes, ...]]
     ordered: bool = True
 
 
-def _needle(rng: random.Random, context: int) -> Plan:
+def _needle(rng: random.Random, context: int) -> TaskPlan:
     return needle_plan(rng)
 
 
-def _multikey(rng: random.Random, context: int, keys: int = 16) -> Plan:
+def _multikey(rng: random.Random, context: int, keys: int = 16) -> TaskPlan:
     return needle_plan(rng, max(2, min(keys, (context - 60) // 100)))
 
 
-def _multivalue(rng: random.Random, context: int, lines: int = 12, values: int = 4) -> Plan:
+def _multivalue(rng: random.Random, context: int, lines: int = 12, values: int = 4) -> TaskPlan:
     fitting = max(2, min(lines, (context - 60) // 100))
     each = max(2, min(values, fitting // 3))
     return multivalue_plan(rng, fitting // each, each)
 
 
-def _multiquery(rng: random.Random, context: int, keys: int = 16, asked: int = 3) -> Plan:
+def _multiquery(rng: random.Random, context: int, keys: int = 16, asked: int = 3) -> TaskPlan:
     fitting = max(2, min(keys, (context - 110) // 100))
     return multiquery_plan(rng, fitting, min(asked, fitting))
 
 
-def _variable(rng: random.Random, context: int, chains: int = 4, hops: int = 2) -> Plan:
+def _variable(rng: random.Random, context: int, chains: int = 4, hops: int = 2) -> TaskPlan:
     return tracking_plan(rng, max(1, min(chains, (context - 60) // (40 * (hops + 1)))), hops)
 
 
-def _counts(rng: random.Random, context: int, words: int = 3, most: int = 8) -> Plan:
+def _counts(rng: random.Random, context: int, words: int = 3, most: int = 8) -> TaskPlan:
     return counting_plan(rng, words, max(1, min(most, (context - 60) // (30 * words))))
 
 
-def _common(rng: random.Random, context: int, few: int = 3, words: int = 120) -> Plan:
+def _common(rng: random.Random, context: int, few: int = 3, words: int = 120) -> TaskPlan:
     listed = max(4, min(words, (context - 100) // 24))
     fitting = max(1, min(few, listed // 8))
     times = max(3, min(10, listed // (2 * fitting)))
     return common_words_plan(rng, fitting, times, max(1, listed - fitting * times))
 
 
-def _frequent(rng: random.Random, context: int, top: int = 3, words: int = 120, alpha: float = 2.0) -> Plan:
+def _frequent(rng: random.Random, context: int, top: int = 3, words: int = 120, alpha: float = 2.0) -> TaskPlan:
     return frequent_words_plan(rng, top, max(6, min(words, (context - 100) // 24)), alpha)
 
 
