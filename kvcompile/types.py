@@ -28,16 +28,20 @@ class Role(enum.Enum):
     VALUE = "value"
 
 
-class Half(enum.Enum):
+class KeyOrValue(enum.Enum):
     """The operand that a scheme encodes if it encodes keys and values differently; ``for_role`` resolves AUTO."""
 
     AUTO = "auto"
     KEY = "key"
     VALUE = "value"
 
-    def for_role(self, role: Role) -> Half:
+    def for_role(self, role: Role) -> KeyOrValue:
         """Return KEY or VALUE: AUTO becomes the slot's role."""
-        return self if self is not Half.AUTO else Half(role.value)
+        return self if self is not KeyOrValue.AUTO else KeyOrValue(role.value)
+
+
+Half = KeyOrValue
+"""The name in pickles of version 0.1 (``files.pickled``)."""
 
 
 class Granularity(enum.Enum):

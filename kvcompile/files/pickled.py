@@ -22,7 +22,7 @@ STORED: dict[str, tuple[tuple[str, ...], str | None]] = {
     "kvcompile.runtime.handle.operations": (("rebuild",), "kvcompile.runtime.operations"),
     "kvcompile.runtime.store.store": (("StoreSpec",), "kvcompile.runtime.store"),
     "kvcompile.passes.match.sites": (("Axes",), None),
-    "kvcompile.types": (("Extent", "Granularity", "Half", "Layout", "PlaneSpec", "Role", "SlotSpec"), None),
+    "kvcompile.types": (("Extent", "Granularity", "KeyOrValue", "Layout", "PlaneSpec", "Role", "SlotSpec"), None),
     "kvcompile.schemes.asymmetric": (("Axis", "Kivi"), None),
     "kvcompile.schemes.base": (("Scheme",), None),
     "kvcompile.schemes.rotation": (("Rotate",), "kvcompile.schemes.basis"),
@@ -31,16 +31,23 @@ STORED: dict[str, tuple[tuple[str, ...], str | None]] = {
     "kvcompile.schemes.symmetric": (("Fp8", "Int4", "Int8"), None),
     "kvcompile.extensions.beyond.scheme": (("Beyond",), "kvcompile.schemes.beyond.scheme"),
     "kvcompile.extensions.beyond.tables": (("ModelTables", "SiteTables", "Table"), "kvcompile.schemes.beyond.tables"),
-    "kvcompile.extensions.certified.scheme": (("Certified", "Tier2", "Values"), "kvcompile.schemes.certified"),
+    "kvcompile.extensions.certified.scheme": (("Certified", "Tier2", "ValueStorage"), "kvcompile.schemes.certified"),
     "kvcompile.extensions.smartkv.codes": (("Frame",), "kvcompile.schemes.smartkv.codes"),
     "kvcompile.extensions.smartkv.importance": (("Measure",), "kvcompile.schemes.smartkv.importance"),
-    "kvcompile.extensions.smartkv.scheme": (("Scope", "Smartkv", "Tier2"), "kvcompile.schemes.smartkv.scheme"),
+    "kvcompile.extensions.smartkv.scheme": (("OptionalTier2", "Scope", "Smartkv"), "kvcompile.schemes.smartkv.scheme"),
     "kvcompile.extensions.squat.normed": (("Normed", "Turn"), "kvcompile.schemes.normed"),
     "kvcompile.extensions.squat.scheme": (("Queries", "Squat", "Subspace"), "kvcompile.schemes.squat"),
     "kvcompile.extensions.static_scales.scales": (("ModelScales", "Scales", "SiteScales"), "kvcompile.schemes.calibrated.scales"),
     "kvcompile.extensions.static_scales.scheme": (("StaticFp8", "StaticInt8"), "kvcompile.schemes.calibrated.scheme"),
 }
 """By module: its classes and functions that pickles of caches name, and the module that had them up to version 0.1."""
+
+RENAMED: dict[str, dict[str, str]] = {
+    "kvcompile.types": {"Half": "KeyOrValue"},
+    "kvcompile.extensions.certified.scheme": {"Values": "ValueStorage"},
+    "kvcompile.extensions.smartkv.scheme": {"Tier2": "OptionalTier2"},
+}
+"""By module: the names that classes of ``STORED`` had up to version 0.1, with their present ones. The modules keep them as aliases."""
 
 
 class _Resolved(type):
@@ -87,13 +94,14 @@ def install() -> None:
     The registered classes hold data only: an unpickler that admits them cannot run code of the file.
     """
     for module, (names, former) in STORED.items():
-        stand_ins = {name: _stand_in(module, name) for name in names}
+        renamed = RENAMED.get(module, {})
+        stand_ins = {name: _stand_in(module, renamed.get(name, name)) for name in (*names, *renamed)}
         for place in filter(None, (module, former)):
             torch.serialization.add_safe_globals([(made, f"{place}.{name}") for name, made in stand_ins.items()])
         # A former module whose path is a package today needs no entry of its own.
         if former is not None and not module.startswith(former + "."):
             gone = _Former(former)
-            gone.names, gone.place = names, module
+            gone.names, gone.place = (*names, *renamed), module
             sys.modules.setdefault(former, gone)
 
 

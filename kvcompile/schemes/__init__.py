@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvcompile.schemes import registry
-from kvcompile.schemes.adaptive import Adaptive, Churn, Due, PendingNumbers, Stored, StoredTokens
+from kvcompile.schemes.adaptive import Adaptive, Churn, Due, PendingNumbers, StoredLayer, StoredTokens
 from kvcompile.schemes.asymmetric import Kivi
 from kvcompile.schemes.base import AMAX, SPREAD, Planes, Scheme
 from kvcompile.schemes.certificate.policy import Certify
@@ -28,5 +28,5 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "AMAX", "BY_NAME", "SPREAD", "Adaptive", "Certify", "Churn", "Dense", "Due", "Fp8", "Int4", "Int8", "Kivi", "Nf4", "PendingNumbers",
-    "Planes", "Scheme", "Stored", "StoredTokens", "loaded", "make", "parse", "register", "registered", "settings",
+    "Planes", "Scheme", "StoredLayer", "StoredTokens", "loaded", "make", "parse", "register", "registered", "settings",
 ]

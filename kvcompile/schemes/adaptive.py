@@ -80,7 +80,7 @@ class Churn:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredLayer:
     """One layer's key and value planes with their slots, its number, and the position of the first token in planes that grow."""
 
     keys: Planes
@@ -227,11 +227,11 @@ class Adaptive(Scheme):
         """Return whether each layer's widths must be decided anew because attention has shifted, bool [L] on the device."""
 
     @abc.abstractmethod
-    def decide(self, layers: Sequence[Stored], importance: torch.Tensor) -> Any:
+    def decide(self, layers: Sequence[StoredLayer], importance: torch.Tensor) -> Any:
         """Return new widths for the tokens of some layers of equal slots and batch."""
 
     @abc.abstractmethod
-    def move(self, layer: Stored, decision: Any, number: int, held: int) -> Reallocated:
+    def move(self, layer: StoredLayer, decision: Any, number: int, held: int) -> Reallocated:
         """Return a layer's planes re-encoded at the decided widths; ``number``: its index in the decision; ``held``: tokens stored by now.
 
         May write and return the given tensors. Waits for the decision.

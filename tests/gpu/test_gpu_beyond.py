@@ -17,7 +17,7 @@ from test_triton_append_thresholds import CASES, stores, thresholds
 from test_triton_attend import Case
 
 import kvcompile
-from kvcompile.extensions.beyond.learning.quantizer import Rule, table_gradients
+from kvcompile.extensions.beyond.learning.quantizer import QuantizerConfig, table_gradients
 from kvcompile.lowering.decode.config import Bias
 from kvcompile.lowering.ops import operations as ops
 from kvcompile.schemes import parse
@@ -97,7 +97,7 @@ def test_compiled_gradients_are_those_of_tensor_code(bits: int) -> None:
     x, grad = (torch.randn(2, 2, 300, 64, generator=torch.Generator().manual_seed(at)).cuda().bfloat16() for at in range(2))
     table = random_table(bits, 2, 2, 0)
     levels, edges = table.levels.cuda(), table.thresholds.cuda()
-    rule = Rule(bits, torch.float16, 0.009 * (2**bits - 1))
+    rule = QuantizerConfig(bits, torch.float16, 0.009 * (2**bits - 1))
     found = torch.ops.kvcompile.table_gradients(grad, x, levels, edges, bits, torch.float16, rule.window)
     for mine, wanted in zip(found, table_gradients(grad, x, levels, edges, rule), strict=True):
         assert mine.is_contiguous() and torch.allclose(mine, wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))

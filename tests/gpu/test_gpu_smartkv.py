@@ -90,7 +90,7 @@ def test_tokens_are_moved_as_the_definition_moves_them(number: int, scale_dtype:
     wanted = torch.minimum(by_chance(form, now.shape[0], count).flip(-1).cuda(), now.clamp(max=len(form.widths) - 1))
     order = moves.order_of(wanted, half)
     made = []
-    for way in (BY_KERNELS, moves.Definition()):
+    for way in (BY_KERNELS, moves.EagerMoves()):
         made.append(
             buckets.made(half, order.ends, torch.full_like(half.first, count), moves.with_slack(PlaneLengths.of(order.counts, half)))
         )

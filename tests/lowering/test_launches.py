@@ -22,7 +22,7 @@ from kvcompile import schemes
 from kvcompile.extensions.certified.scheme import PLACES, SCRATCH
 from kvcompile.extensions.certified.site_op import SiteOperands, certified_site, site_by_kernels
 from kvcompile.extensions.smartkv.attend import smartkv_attend
-from kvcompile.extensions.smartkv.decode_step import Step, step_by_kernels, step_gap
+from kvcompile.extensions.smartkv.decode_step import DecodeStepOperands, step_by_kernels, step_gap
 from kvcompile.lowering.append import operations as append_ops
 from kvcompile.lowering.compile import compile_graph
 from kvcompile.lowering.host.launches import KernelLaunch, NotRecorded, OnlyRoom, OperatorCall, Recorder
@@ -110,7 +110,7 @@ def smartkv_operands() -> list[Any]:
 def smartkv_body(recorder: Any, *operands: Any) -> list[torch.Tensor]:
     """The kernels of a step, from the operands of ``kvcompile::smartkv_attend``."""
     given = named(smartkv_attend, operands, {})
-    step = Step(attend_operands(given), given["importance"], given["heads"])
+    step = DecodeStepOperands(attend_operands(given), given["importance"], given["heads"])
     assert step_gap(step) is None
     return [step_by_kernels(recorder, step)]
 

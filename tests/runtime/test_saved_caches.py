@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import io
 import pickle
 import subprocess
@@ -18,7 +19,7 @@ from static_scales import random_scales
 
 import kvcompile
 from kvcompile.extensions.beyond.tables import ModelTables
-from kvcompile.files.pickled import STORED, classes
+from kvcompile.files.pickled import RENAMED, STORED, classes
 from kvcompile.passes.match.sites import Axes
 from kvcompile.runtime.handle.operations import rebuild
 from kvcompile.runtime.store.store import StoreSpec
@@ -105,26 +106,52 @@ def test_the_table_of_pickles_has_every_class_that_a_cache_may_hold() -> None:
     assert held == {(module, name) for module, (names, _) in STORED.items() for name in names}
 
 
-def earlier(data: bytes) -> bytes:
-    """What version 0.1 wrote for the same objects: a pickle of the protocols up to 2 says modules as lines of text."""
+def earlier(data: bytes, moved: bool = True) -> bytes:
+    """What version 0.1 wrote for the same objects: a pickle of the protocols up to 2 says modules and names as lines of text.
+
+    Not ``moved``: with today's modules and the names of then.
+    """
     for module, (names, former) in STORED.items():
-        for name in names if former is not None else ():
-            data = data.replace(f"c{module}\n{name}\n".encode(), f"c{former}\n{name}\n".encode())
+        place = former if moved and former is not None else module
+        old = {new: name for name, new in RENAMED.get(module, {}).items()}
+        for name in names:
+            data = data.replace(f"c{module}\n{name}\n".encode(), f"c{place}\n{old.get(name, name)}\n".encode())
     return data
+
+
+def saved(value: Any, moved: bool = True) -> io.BytesIO:
+    """A file of ``torch.save`` as version 0.1 wrote it."""
+    file, former = io.BytesIO(), io.BytesIO()
+    torch.save(value, file)
+    with zipfile.ZipFile(file) as written, zipfile.ZipFile(former, "w") as changed:
+        for item in written.infolist():
+            data = written.read(item)
+            if item.filename.endswith("/data.pkl"):
+                assert earlier(data, moved) != data, "nothing has another name or module"
+                data = earlier(data, moved)
+            changed.writestr(item.filename, data)
+    former.seek(0)
+    return former
 
 
 @pytest.mark.parametrize("scheme", schemes(), ids=str)
 def test_a_cache_that_version_0_1_wrote_comes_back(scheme: Any) -> None:
     keys = filled(scheme)
-    file, former = io.BytesIO(), io.BytesIO()
-    torch.save(keys, file)
-    with zipfile.ZipFile(file) as written, zipfile.ZipFile(former, "w") as changed:
-        for item in written.infolist():
-            data = written.read(item)
-            changed.writestr(item.filename, earlier(data) if item.filename.endswith("/data.pkl") else data)
-            assert not item.filename.endswith("/data.pkl") or b"ckvcompile.runtime.operations\nrebuild\n" in earlier(data) != data
-    former.seek(0)
-    back = torch.load(former)
+    assert b"ckvcompile.runtime.operations\nrebuild\n" in earlier(pickle.dumps(keys, protocol=2))
+    back = torch.load(saved(keys))
     assert repr(back) == repr(keys) and torch.equal(kvcompile.decoded(back), kvcompile.decoded(keys))
     again = pickle.loads(earlier(pickle.dumps(keys, protocol=2)))
     assert repr(again) == repr(keys) and torch.equal(kvcompile.decoded(again), kvcompile.decoded(keys))
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new"), [(module, old, new) for module, names in RENAMED.items() for old, new in names.items()], ids=str
+)
+@pytest.mark.parametrize("moved", [True, False], ids=["old module", "old name"])
+def test_a_class_that_was_renamed_loads_under_its_old_name(module: str, old: str, new: str, moved: bool) -> None:
+    assert new in STORED[module][0]
+    members = list(getattr(importlib.import_module(module), new))
+    data = pickle.dumps(members, protocol=2)
+    assert f"\n{old}\n".encode() in earlier(data, moved)
+    assert pickle.loads(earlier(data, moved)) == members
+    assert torch.load(saved(members, moved)) == members

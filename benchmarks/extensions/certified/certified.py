@@ -39,7 +39,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[3]))
 
 from benchmarks.attention import attend_call, graph_ms
 from benchmarks.extensions.certified.certified_soundness import Cache, Step, by_kernels, distance, returned
-from kvcompile.extensions.certified.scheme import BLOCK, Values
+from kvcompile.extensions.certified.scheme import BLOCK, ValueStorage
 from kvcompile.extensions.certified.site_op import certified_site
 from kvcompile.lowering.certificate.summary import Telemetry
 from kvcompile.lowering.compile import compile_graph
@@ -61,7 +61,7 @@ PHASES = {
 """The phase of a step that each kernel belongs to."""
 
 
-def step_of(tokens: int, policy: Certify, tier2: str, sharp: float, values: Values) -> tuple[Step, torch.Tensor, torch.Tensor]:
+def step_of(tokens: int, policy: Certify, tier2: str, sharp: float, values: ValueStorage) -> tuple[Step, torch.Tensor, torch.Tensor]:
     """A step over random keys and values, the newest 17 of which are in the window as after one append."""
     draw = torch.Generator("cuda").manual_seed(tokens)
     length = tokens - 8
@@ -70,7 +70,7 @@ def step_of(tokens: int, policy: Certify, tier2: str, sharp: float, values: Valu
     cache = Cache.of(k, v, values, poison=False)
     cache.exact_newest = [x[:, :, -17:].contiguous() for x in (k, v)]
     cache.base = torch.tensor([length - 17], device="cuda")
-    for half in range(2 if values is Values.INT4 else 1) if tier2 == "host" else ():
+    for half in range(2 if values is ValueStorage.INT4 else 1) if tier2 == "host" else ():
         plane = cache.originals[half]
         cache.originals[half] = host_plane(plane.shape, plane.dtype, plane.device).copy_(plane)
     return Step(q, cache, D**-0.5, policy, values=values), k, v
@@ -78,7 +78,7 @@ def step_of(tokens: int, policy: Certify, tier2: str, sharp: float, values: Valu
 
 def operands(step: Step, tier2: str = "device", scratch: tuple[int, int] = (0, 0)) -> list[Any]:
     """Return the operands of ``kvcompile::certified_site``; an empty ``scratch`` of so many blocks of keys and of values."""
-    cache, full = step.cache, step.values is Values.FULL
+    cache, full = step.cache, step.values is ValueStorage.FULL
     where = f"tier2={tier2}, scratch={scratch[0]}, value_scratch={scratch[1]}, values={step.values.value}"
     spelled = f"certified(certify={step.policy.spec()}, {where})"
     pages = cache.keys[0].shape[0]
@@ -152,7 +152,7 @@ class Variant:
     """A row of the table: the place of tier 2, the form of values, blocks of both scratches, what a query keeps of the one before."""
 
     tier2: str
-    values: Values
+    values: ValueStorage
     scratch: tuple[int, int]
     rho: float
 
@@ -208,9 +208,9 @@ def measure(tokens: int, policy: Certify, variant: Variant, sharp: float, dense_
 def variants(options: argparse.Namespace) -> Iterator[Variant]:
     """Variants of the command's options; queries drift only where there is a scratch."""
     for tier2 in options.tier2.split(","):
-        for values in map(Values, options.values.split(",")):
+        for values in map(ValueStorage, options.values.split(",")):
             for slots in map(int, options.scratch.split(",")) if tier2 == "host" else (0,):
-                more = options.value_scratch if slots and values is Values.INT4 else 0
+                more = options.value_scratch if slots and values is ValueStorage.INT4 else 0
                 for rho in map(float, options.drift.split(",")) if slots else (1.0,):
                     yield Variant(tier2, values, (slots, more), rho)
 

@@ -29,7 +29,7 @@ import torch
 
 from kvcompile.extensions.certified.definition import certified_step
 from kvcompile.extensions.certified.device_step import certified_by_kernels
-from kvcompile.extensions.certified.scheme import BLOCK, Certified, Values
+from kvcompile.extensions.certified.scheme import BLOCK, Certified, ValueStorage
 from kvcompile.extensions.certified.sizes import kernel_gap
 from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.lowering.ops.operations import attend_body
@@ -54,7 +54,7 @@ class Cache:
     length: int
 
     @staticmethod
-    def of(k_BKTD: torch.Tensor, v_BKTD: torch.Tensor, values: Values = Values.INT4, poison: bool = True) -> Cache:
+    def of(k_BKTD: torch.Tensor, v_BKTD: torch.Tensor, values: ValueStorage = ValueStorage.INT4, poison: bool = True) -> Cache:
         """Encode all whole blocks; what is not written is NaN, or the bytes 0x5A."""
         length = k_BKTD.shape[2]
         pages, whole = -(-length // PAGE), length // BLOCK * BLOCK
@@ -77,7 +77,7 @@ class Cache:
         for x in (k_BKTD, v_BKTD):
             room = torch.zeros_like(x[:, :, :1]).expand(-1, -1, BLOCK - (length - whole), -1)
             exact_newest.append(torch.cat([x[:, :, whole:], room], dim=2))
-        if values is Values.FULL:
+        if values is ValueStorage.FULL:
             # They are read where they are.
             planes[1] = [originals[1], planes[1][1]]
         return Cache(planes[0], planes[1], originals, exact_newest, torch.tensor([whole], device=k_BKTD.device), length)
@@ -97,7 +97,7 @@ class Step:
     lo: torch.Tensor | None = None
     softcap: float = 0.0
     clock: int = 1
-    values: Values = Values.INT4
+    values: ValueStorage = ValueStorage.INT4
 
     @property
     def hi(self) -> torch.Tensor:
@@ -197,7 +197,7 @@ class Inputs:
         """In a dtype: the step, and the keys and values as they were rounded to it."""
         q, k, v = (x.to(dtype) for x in (self.q, self.k, self.v))
         made = dict(scale=q.shape[-1] ** -0.5, policy=policy) | self.more | changes
-        return Step(q, Cache.of(k, v, Values(made.get("values", Values.INT4))), **made), k, v  # type: ignore[arg-type]
+        return Step(q, Cache.of(k, v, ValueStorage(made.get("values", ValueStorage.INT4))), **made), k, v  # type: ignore[arg-type]
 
 
 class Draw:
@@ -373,9 +373,9 @@ POLICIES: dict[str, Certify] = {
     "exact": EXACT,
 }
 
-SETTINGS: dict[str, tuple[Certify, Values]] = {
-    **{name: (policy, Values.INT4) for name, policy in POLICIES.items()},
-    **{f"{name}, full values": (POLICIES[name], Values.FULL) for name in ("default", "few keys", "explore")},
+SETTINGS: dict[str, tuple[Certify, ValueStorage]] = {
+    **{name: (policy, ValueStorage.INT4) for name, policy in POLICIES.items()},
+    **{f"{name}, full values": (POLICIES[name], ValueStorage.FULL) for name in ("default", "few keys", "explore")},
 }
 """Policies of trials by name, each with the form of the stored values: all with int4, some in full precision."""
 
@@ -437,7 +437,7 @@ def trials(
                 inputs = case(Draw(number, device), shape)
                 for name in chosen:
                     policy, values = SETTINGS[name]
-                    if run is not None and values is Values.FULL and dtype == torch.float32:
+                    if run is not None and values is ValueStorage.FULL and dtype == torch.float32:
                         # What the kernels do not know.
                         continue
                     step, k, v = inputs.step(policy, dtype, clock=number, values=values)

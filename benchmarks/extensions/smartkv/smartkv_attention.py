@@ -29,17 +29,17 @@ from benchmarks.attention import D, H, K, attend_call, graph_ms, sdpa_ms
 from kvcompile import schemes
 from kvcompile.extensions.smartkv import decode_step
 from kvcompile.extensions.smartkv.attend import attend_by_definition
-from kvcompile.extensions.smartkv.decode_step import Step, step_by_kernels
+from kvcompile.extensions.smartkv.decode_step import DecodeStepOperands, step_by_kernels
 from kvcompile.lowering.host.launches import Direct
 from kvcompile.lowering.ops.operands import AttendOperands
-from kvcompile.schemes import Smartkv, Stored
+from kvcompile.schemes import Smartkv, StoredLayer
 from kvcompile.types import PAGE, Role, SlotSpec
 
 SLOTS = (SlotSpec(K, D, torch.bfloat16, Role.KEY), SlotSpec(K, D, torch.bfloat16, Role.VALUE))
 DEVICE = Direct(cuda=True)
 
 
-def stored(scheme: Smartkv, batch: int, tokens: int) -> Stored:
+def stored(scheme: Smartkv, batch: int, tokens: int) -> StoredLayer:
     """A layer's planes whose tokens have all just entered."""
     halves = []
     for slot in SLOTS:
@@ -51,7 +51,7 @@ def stored(scheme: Smartkv, batch: int, tokens: int) -> Stored:
         halves.append(made)
     importance = halves[0][scheme.for_role(Role.KEY).planes_read(SLOTS[0])]
     importance[: tokens // PAGE, :, 0] = (torch.rand(tokens // PAGE, batch, PAGE, 1, device="cuda") ** 8).expand(-1, -1, -1, 2)
-    return Stored(halves[0], halves[1], SLOTS, 0, 0)
+    return StoredLayer(halves[0], halves[1], SLOTS, 0, 0)
 
 
 @contextlib.contextmanager
@@ -64,7 +64,7 @@ def timed(into: list[float]) -> Iterator[None]:
     into.append((time.perf_counter() - begin) * 1e3)
 
 
-def step_of(scheme: Smartkv, batch: int, tokens: int, entered: int) -> tuple[Step, dict[str, Any]]:
+def step_of(scheme: Smartkv, batch: int, tokens: int, entered: int) -> tuple[DecodeStepOperands, dict[str, Any]]:
     """A step over ``tokens`` tokens of which the last ones ``entered`` lately; bytes, levels, and milliseconds of the reallocation."""
     decided, moved = list[float](), list[float]()
     own, count = scheme.for_role(Role.KEY), tokens - entered
@@ -85,7 +85,8 @@ def step_of(scheme: Smartkv, batch: int, tokens: int, entered: int) -> tuple[Ste
     q = torch.randn(batch, H, 1, D, device="cuda", dtype=torch.bfloat16)
     hi = torch.full((1, 1), tokens - 1, device="cuda")
     texts = [scheme.for_role(role).spec() for role in (Role.KEY, Role.VALUE)]
-    step = Step(AttendOperands(q, planes[0][:read], planes[1], hi, None, None, None, None, *texts, D**-0.5, 0.0, D), importance, heads)
+    attend = AttendOperands(q, planes[0][:read], planes[1], hi, None, None, None, None, *texts, D**-0.5, 0.0, D)
+    step = DecodeStepOperands(attend, importance, heads)
     ends = planes[0][3][0, 0, 0, 0, : len(own.levels)].tolist()
     return step, {
         "bytes": round(sum(plane.nbytes for half in planes for plane in half) / (4 * batch * tokens * K * D), 4),
@@ -94,9 +95,9 @@ def step_of(scheme: Smartkv, batch: int, tokens: int, entered: int) -> tuple[Ste
     }
 
 
-def apart(step: Step) -> dict[str, float]:
+def apart(step: DecodeStepOperands) -> dict[str, float]:
     """The distance of result and importance of the kernels from the definition's, over their norms."""
-    copies = [Step(step.attend, step.importance.clone(), step.heads.clone()) for _ in range(2)]
+    copies = [DecodeStepOperands(step.attend, step.importance.clone(), step.heads.clone()) for _ in range(2)]
     found, exact = step_by_kernels(DEVICE, copies[0]).float(), attend_by_definition(copies[1]).float()
     pairs = {name: [getattr(each, name) for each in copies] for name in ("importance", "heads")} | {"result": [found, exact]}
     return {name: float((mine - wanted).norm() / wanted.norm()) for name, (mine, wanted) in pairs.items()}

@@ -27,7 +27,7 @@ from kvcompile.lowering.append.window_token import WindowSlot, held_behind, minm
 from kvcompile.lowering.host.launches import Direct, Launcher
 from kvcompile.lowering.ops.append_window import _encoded, one_token
 from kvcompile.schemes.symmetric import SCALE_ULP, TINY
-from kvcompile.types import Half
+from kvcompile.types import KeyOrValue
 
 TOKENS = tl.constexpr(BLOCK)
 """Tokens of a block and of the window, slot i of which holds the token of the current block at i, where that is an old one."""
@@ -190,7 +190,7 @@ def certified_two(
 def is_certified(spelled: str) -> bool:
     """Whether a scheme's text is that of a half of this one."""
     scheme = schemes.parse(spelled)
-    return isinstance(scheme, Certified) and scheme.half is not Half.AUTO
+    return isinstance(scheme, Certified) and scheme.half is not KeyOrValue.AUTO
 
 
 def fits(slot: WindowSlot) -> bool:
@@ -243,7 +243,7 @@ def _constants(slot: WindowSlot, suffix: str = "") -> dict[str, Any]:
     rule, dtype = scheme.value_scheme.minmax(slot.x.shape[3]), scheme.value_scheme.scale_dtype
     assert rule is not None
     named = {
-        "D": slot.x.shape[3], "PAGE": slot.planes[0].shape[3], "HEADS": slot.x.shape[1], "KEYS": scheme.half is Half.KEY,
+        "D": slot.x.shape[3], "PAGE": slot.planes[0].shape[3], "HEADS": slot.x.shape[1], "KEYS": scheme.half is KeyOrValue.KEY,
         "BITS": rule.bits, "PARTS": rule.parts, "GROUP": rule.group, "ULP": SCALE_ULP[dtype], "TINY": TINY[dtype],
         "HAS_ORIGIN": slot.origin is not None, "HAS_PLACES": _encoded(slot.planes) > 5, "FULL": _encoded(slot.planes) == 2,
     }

@@ -42,7 +42,7 @@ from kvcompile.schemes.certificate.policy import Cause, Certify, Fallback
 from kvcompile.types import Role, SlotSpec
 
 
-class Tokens(NamedTuple):
+class CodedAndExact(NamedTuple):
     """One side of the cache as float32 tokens [B, K, T, D]: as decoded, with the window laid over; as they were."""
 
     coded: torch.Tensor
@@ -86,8 +86,8 @@ def certified_step(
     notes = notes_of(as_tokens(keys[-1]), as_tokens(operands.values[-1]), k.coded, v.coded, visible.alone, seen)
     live = visible.live.expand(B, K, -1, -1)
     codes = live & ~visible.alone.unsqueeze(2)
-    products = Tokens(scores.products(k.coded), scores.products(k.exact))
-    logits = Tokens(*(scores.logits(each) for each in products))
+    products = CodedAndExact(scores.products(k.coded), scores.products(k.exact))
+    logits = CodedAndExact(*(scores.logits(each) for each in products))
     coded = masses(logits.coded)
     # A block in full precision has the same masses twice, whatever the order in which they were added.
     exact = _chosen(codes, masses(logits.exact), coded)
@@ -145,25 +145,25 @@ def _chosen(flags: torch.Tensor, new: Masses, old: Masses) -> Masses:
 
 def _sides(
     scheme: Certified, operands: AttendOperands[torch.Tensor], originals: Sequence[torch.Tensor], seen: torch.Tensor
-) -> tuple[Tokens, Tokens]:
+) -> tuple[CodedAndExact, CodedAndExact]:
     """Keys and values, with the window laid over both forms of each."""
     q, K, exact_newest, base = operands.q, operands.keys[0].shape[2], operands.exact_newest, operands.base
     slots = SlotSpec(K, q.shape[3], q.dtype, Role.KEY), SlotSpec(K, operands.value_dim, q.dtype, Role.VALUE)
     k, v = (
-        Tokens(*_tokens(scheme.for_role(slot.role), planes, plane, slot, seen))
+        CodedAndExact(*_tokens(scheme.for_role(slot.role), planes, plane, slot, seen))
         for planes, plane, slot in zip((operands.keys, operands.values), originals, slots, strict=True)
     )
     if not exact_newest:
         return k, v
     assert base is not None
     k, v = (
-        Tokens(*(torch.where(seen[..., None], with_exact_rows(x, new, base), 0) for x in side))
+        CodedAndExact(*(torch.where(seen[..., None], with_exact_rows(x, new, base), 0) for x in side))
         for side, new in zip((k, v), exact_newest, strict=True)
     )
     return k, v
 
 
-def _differ(k: Tokens, v: Tokens, notes: Notes, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _differ(k: CodedAndExact, v: CodedAndExact, notes: Notes, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Flags of blocks [B, K, 1, N] whose keys, and whose values, are beyond what their notes say of the tokens ``own``."""
     keys = notes_differ(k.coded, k.exact, (notes.kappa, notes.mu), own)
     values = notes_differ(v.coded, v.exact, (notes.eta, notes.nu), own)
@@ -192,7 +192,7 @@ def _sight(
     return BlockVisibility(mask, mask & behind.unsqueeze(2), blocks(mask).any(-1), alone), extra
 
 
-def logits_of(read: torch.Tensor, logits: Tokens) -> torch.Tensor:
+def logits_of(read: torch.Tensor, logits: CodedAndExact) -> torch.Tensor:
     """Each block's logits from its originals where ``read`` [B, K, Q, N], else from its codes; [B, K, Q, N, 16]."""
     return torch.where(read.unsqueeze(-1), blocks(logits.exact), blocks(logits.coded))
 
@@ -207,7 +207,7 @@ def _softmax(of: Masses, live: torch.Tensor, sink: torch.Tensor | None) -> tuple
 
 
 def _output(
-    per_token: torch.Tensor, top: torch.Tensor, v: Tokens, original: torch.Tensor, sink: torch.Tensor | None
+    per_token: torch.Tensor, top: torch.Tensor, v: CodedAndExact, original: torch.Tensor, sink: torch.Tensor | None
 ) -> torch.Tensor:
     """softmax(logits) @ values, float64 [B, K, Q, Dv]: products of a block in float32, blocks added in float64."""
     weights = torch.exp(per_token - top[..., None, None])

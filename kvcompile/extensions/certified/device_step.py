@@ -35,7 +35,7 @@ from kvcompile.errors import Tier2Missing
 from kvcompile.extensions.certified.blocks import Masses
 from kvcompile.extensions.certified.promotion import ALL
 from kvcompile.extensions.certified.ranks import certified_ranks
-from kvcompile.extensions.certified.scheme import BLOCK, SET, Certified, Tier2, Values
+from kvcompile.extensions.certified.scheme import BLOCK, SET, Certified, Tier2, ValueStorage
 from kvcompile.extensions.certified.sizes import (
     ADDED_AT_ONCE,
     ANY_NUMBER,
@@ -150,7 +150,7 @@ class DeviceStep:
         K = keys[0].shape[2]
         self.operands = operands
         self.rules, self.group, self.value_dim, self.scale = rules, scheme.group, value_dim, float(operands.scale)
-        self.full, self.hosted = scheme.values is Values.FULL, scheme.tier2 is Tier2.HOST
+        self.full, self.hosted = scheme.values is ValueStorage.FULL, scheme.tier2 is Tier2.HOST
         self.q = q if q.stride(-1) == 1 else q.contiguous()
         self.keys, self.values, self.originals = keys, values, originals
         self.new_k, self.new_v = (x if x.stride(-1) == 1 else x.contiguous() for x in exact_newest)

@@ -38,7 +38,7 @@ LEADING_BLOCKS, BEHIND = 4, -1e300
 """Up to so many leading blocks are found one by one; where those without mass stand, before the ones that are found already."""
 
 
-class Order(NamedTuple):
+class BlockRanking(NamedTuple):
     """Blocks in descending order of something: who stands at each place, and at which place each stands."""
 
     block: torch.Tensor
@@ -49,13 +49,13 @@ class Order(NamedTuple):
         return amounts.gather(-1, self.block).flip(-1).cumsum(-1).flip(-1)
 
 
-def descending(amounts: torch.Tensor) -> Order:
+def descending(amounts: torch.Tensor) -> BlockRanking:
     """Equal ones in the order of their blocks."""
     block = torch.sort(amounts, dim=-1, descending=True, stable=True).indices
-    return Order(block, torch.argsort(block, dim=-1, stable=True))
+    return BlockRanking(block, torch.argsort(block, dim=-1, stable=True))
 
 
-def above(order: Order, amounts: torch.Tensor, budget: torch.Tensor | float) -> torch.Tensor:
+def above(order: BlockRanking, amounts: torch.Tensor, budget: torch.Tensor | float) -> torch.Tensor:
     """How many blocks must leave the tail so that the rest adds up to at most ``budget``, [..., 1]."""
     # ~(x <= y), so that what is NaN is promoted.
     return (~(order.behind(amounts) <= budget)).sum(-1, keepdim=True)

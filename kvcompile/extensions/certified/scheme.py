@@ -39,7 +39,7 @@ from kvcompile.schemes.base import AMAX, SPREAD, Planes, Scheme, require, requir
 from kvcompile.schemes.certificate.policy import DEFAULTS, parse_policy
 from kvcompile.schemes.certificate.telemetry import TELEMETRY_PLANE
 from kvcompile.schemes.dense import Dense
-from kvcompile.types import PAGE, Extent, Half, KernelFormat, Layout, PlaneSpec, Role, SlotSpec
+from kvcompile.types import PAGE, Extent, KernelFormat, KeyOrValue, Layout, PlaneSpec, Role, SlotSpec
 
 BLOCK = 16
 """Tokens of a block."""
@@ -68,11 +68,15 @@ class Tier2(enum.Enum):
     HOST = "host"
 
 
-class Values(enum.Enum):
+class ValueStorage(enum.Enum):
     """How values are stored: as four-bit codes, or as the model made them."""
 
     INT4 = "int4"
     FULL = "full"
+
+
+Values = ValueStorage
+"""The name in pickles of version 0.1 (``files.pickled``)."""
 
 
 def _as_integer(words: torch.Tensor, part: int) -> torch.Tensor:
@@ -99,11 +103,11 @@ class Certified(Scheme):
 
     group: int = 16
     certify: str = DEFAULTS
-    half: Half = Half.AUTO
+    half: KeyOrValue = KeyOrValue.AUTO
     tier2: Tier2 = Tier2.DEVICE
     scratch: int = 1024
     value_scratch: int = 256
-    values: Values = Values.INT4
+    values: ValueStorage = ValueStorage.INT4
 
     name: ClassVar[str] = "certified"
     source: ClassVar[str] = "Runtime-Certified Bounded-Error Quantized Attention, sections 2.3 and 3.1"
@@ -126,7 +130,7 @@ class Certified(Scheme):
                 "leave it out for the source's policy, or pass backend(certify=Certify(...))")
         if self.certify != DEFAULTS:
             parse_policy(self.certify)
-        require(isinstance(self.half, Half), self.name, "half", "auto, key or value", self.half, "auto takes it from the slot")
+        require(isinstance(self.half, KeyOrValue), self.name, "half", "auto, key or value", self.half, "auto takes it from the slot")
         require(isinstance(self.tier2, Tier2), self.name, "tier2", "device or host", self.tier2, "host is pinned memory, read over the bus")
         for option in ("scratch", "value_scratch"):
             blocks = getattr(self, option)
@@ -135,11 +139,12 @@ class Certified(Scheme):
                 f"a number of blocks of {BLOCK} tokens, a multiple of {SET} up to {MOST_SCRATCH}", blocks,
                 "0 leaves tier 2 to the bus; with tier2=device there is none",
             )
-        require(isinstance(self.values, Values), self.name, "values", "int4 or full", self.values, "int4 is the setting of the source")
+        right = isinstance(self.values, ValueStorage)
+        require(right, self.name, "values", "int4 or full", self.values, "int4 is the setting of the source")
 
     @classmethod
     def variants(cls) -> tuple[Scheme, ...]:
-        return cls(), cls(values=Values.FULL)
+        return cls(), cls(values=ValueStorage.FULL)
 
     def for_role(self, role: Role) -> Certified:
         return dataclasses.replace(self, half=self.half.for_role(role))
@@ -158,11 +163,11 @@ class Certified(Scheme):
         return Kivi(bits=4, group=self.group, window=max(self.group, BLOCK), axis=Axis.TOKEN)
 
     def _is_keys(self, slot: SlotSpec) -> bool:
-        return self.for_role(slot.role).half is Half.KEY
+        return self.for_role(slot.role).half is KeyOrValue.KEY
 
     def coded(self, slot: SlotSpec) -> bool:
         """Whether a slot's tokens are stored as codes, beside the originals."""
-        return self._is_keys(slot) or self.values is Values.INT4
+        return self._is_keys(slot) or self.values is ValueStorage.INT4
 
     def check_pair(self, keys: Scheme, values: Scheme, latent: bool, path: str) -> None:
         if keys != values:
@@ -213,9 +218,9 @@ class Certified(Scheme):
 
     def encode(self, x_BKSD: torch.Tensor, *fixed: torch.Tensor) -> Planes:
         del fixed
-        assert self.half is not Half.AUTO, "the role is not known here: call for_role(role) first"
+        assert self.half is not KeyOrValue.AUTO, "the role is not known here: call for_role(role) first"
         x = x_BKSD.to(torch.float32)
-        role = Role.KEY if self.half is Half.KEY else Role.VALUE
+        role = Role.KEY if self.half is KeyOrValue.KEY else Role.VALUE
         slot = SlotSpec(x.shape[1], x.shape[3], x.dtype, role)
         if not self.coded(slot):
             # Zero, or no number where a value is none.

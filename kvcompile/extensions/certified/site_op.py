@@ -27,7 +27,7 @@ from kvcompile.lowering.host.launches import Direct, Launcher
 from kvcompile.lowering.ops.operands import AttendOperands, T, attend_operands, named
 from kvcompile.lowering.ops.operations import LIBRARY
 from kvcompile.schemes.certificate.policy import parse_policy
-from kvcompile.types import Half
+from kvcompile.types import KeyOrValue
 
 LIBRARY.define(
     "certified_site(Tensor q, Tensor[] keys, Tensor[] values, Tensor hi, Tensor? lo, Tensor? keep, Tensor? bias, Tensor? sinks,"
@@ -58,7 +58,7 @@ class SiteOperands(Generic[T]):
         """The scheme of the site, whose keys say the policy of both halves."""
         scheme = schemes.parse(self.attend.key_scheme)
         assert isinstance(scheme, Certified)
-        return dataclasses.replace(scheme, half=Half.AUTO)
+        return dataclasses.replace(scheme, half=KeyOrValue.AUTO)
 
     @property
     def codes(self) -> AttendOperands[T]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sympy
 import torch
 
-from kvcompile.extensions.certified.scheme import BLOCK, Certified, Values
+from kvcompile.extensions.certified.scheme import BLOCK, Certified, ValueStorage
 from kvcompile.lowering.certificate.bound_printer import slack
 from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.schemes.certificate import bounds
@@ -80,7 +80,7 @@ def kernel_gap(operands: AttendOperands[torch.Tensor], scheme: Certified) -> str
         return f"pages of {page} rows that are not four whole blocks of codes and values alike, or eight, or more"
     if any(plane.stride(-1) != 1 or plane.stride(-2) != plane.shape[-1] for plane in (*keys[:4], *values[:4])):
         return "planes whose rows do not lie one after the other"
-    if scheme.values is Values.FULL and values[0].dtype not in {torch.bfloat16, torch.float16}:
+    if scheme.values is ValueStorage.FULL and values[0].dtype not in {torch.bfloat16, torch.float16}:
         return f"values of {values[0].dtype} that are no codes, which tensor cores do not multiply exactly"
     return None
 

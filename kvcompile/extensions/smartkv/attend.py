@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from kvcompile.extensions.smartkv.buckets import Buckets, values
-from kvcompile.extensions.smartkv.decode_step import Step, scheme_of, step_by_kernels, step_gap
+from kvcompile.extensions.smartkv.decode_step import DecodeStepOperands, scheme_of, step_by_kernels, step_gap
 from kvcompile.extensions.smartkv.importance import LEAST_IMPORTANCE, head_measure
 from kvcompile.extensions.smartkv.movement import BY_KERNELS
 from kvcompile.extensions.smartkv.scheme import Smartkv
@@ -131,11 +131,11 @@ def smartkv_attend_body(*args: Any, **kwargs: Any) -> torch.Tensor:
     """The result [B, H, S, Dv] in q's dtype, as ``attend`` gives it; the averages are moved on."""
     given = named(smartkv_attend, args, kwargs)
     operands, importance, heads = attend_operands(given), given["importance"], given["heads"]
-    step = Step(operands, importance, heads)
+    step = DecodeStepOperands(operands, importance, heads)
     return step_by_kernels(Direct(cuda=True), step) if operands.q.is_cuda and step_gap(step) is None else attend_by_definition(step)
 
 
-def attend_by_definition(step: Step) -> torch.Tensor:
+def attend_by_definition(step: DecodeStepOperands) -> torch.Tensor:
     """The result without kernels."""
     operands, importance, heads = step.attend, step.importance, step.heads
     keys, value_scheme = step.schemes

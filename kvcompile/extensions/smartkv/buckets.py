@@ -46,7 +46,7 @@ MEAN_DTYPE = torch.bfloat16
 
 
 @dataclass(frozen=True)
-class Form:
+class BucketFormat:
     """The form of a half's codes: the bits of each level, the frame of narrow ones, whether they are keys, and have originals kept."""
 
     widths: tuple[int, ...]
@@ -79,7 +79,7 @@ def originals_spec(slot: SlotSpec, host: bool) -> PlaneSpec:
     return PlaneSpec(ORIGINALS, slot.dtype, slot.head_dim, PAGE, Extent.STORE, host=host, tally=True, originals=True)
 
 
-def plane_specs(slot: SlotSpec, form: Form, scale_dtype: torch.dtype, host: bool = False) -> tuple[PlaneSpec, ...]:
+def plane_specs(slot: SlotSpec, form: BucketFormat, scale_dtype: torch.dtype, host: bool = False) -> tuple[PlaneSpec, ...]:
     """The planes of one half, in the order of ``Buckets``; ``host``: originals of settled tokens lie in pinned host memory."""
     own = Extent.STORE
     mean = (PlaneSpec("mean", MEAN_DTYPE, slot.head_dim, 1, Extent.ROW, tally=True),) if form.turned else ()
@@ -102,7 +102,7 @@ PAGES_BEHIND = 16
 
 
 @dataclass(frozen=True)
-class Part:
+class Bucket:
     """A bucket: its level, bits and batch row, parts of codes [K, n, bytes], scales [K, n], positions [n] int64; all are views."""
 
     level: int
@@ -144,12 +144,12 @@ class Buckets:
     where: torch.Tensor
     pool: torch.Tensor
     mean: torch.Tensor | None
-    form: Form
+    form: BucketFormat
     entered: torch.Tensor | None = None
     originals: torch.Tensor | None = None
 
     @staticmethod
-    def of(planes: Planes, form: Form) -> Buckets:
+    def of(planes: Planes, form: BucketFormat) -> Buckets:
         """The record of a half's planes; those behind them are left alone."""
         read = form.read
         mean, kept = planes[read - 1] if form.turned else None, planes[read] if form.kept and len(planes) > read else None
@@ -201,11 +201,11 @@ class Buckets:
         return tuple(tuple(sizes[at : at + len(self.widths)]) for at in range(0, len(sizes), len(self.widths)))
 
     @functools.cached_property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[Bucket, ...]:
         """The buckets, row by row. Waits for the device."""
         return self.parts_of(self.counts)
 
-    def parts_of(self, counts: Sequence[Sequence[int]]) -> tuple[Part, ...]:
+    def parts_of(self, counts: Sequence[Sequence[int]]) -> tuple[Bucket, ...]:
         """The buckets, row by row, from the tokens of each level of each row, without a wait."""
         found, place = [], 0
         codes, scales, where = self.pool.flatten(), self.scales.flatten(), self.where.flatten()
@@ -219,7 +219,7 @@ class Buckets:
                     at += size
                 own = slice(place, place + count)
                 of_scales = scales[place * self.heads :][: count * self.heads].view(self.heads, count)
-                found.append(Part(level, bits, row, tuple(words), of_scales, where[own]))
+                found.append(Bucket(level, bits, row, tuple(words), of_scales, where[own]))
                 place += count
         return tuple(found)
 
@@ -369,7 +369,7 @@ def of_rows(slot_buckets: Buckets, rows: torch.Tensor) -> Buckets:
     return replace(chosen, mean=mean, originals=kept)
 
 
-def _chosen(slot_buckets: Buckets, picked: list[list[tuple[Part, torch.Tensor]]], first: torch.Tensor) -> Buckets:
+def _chosen(slot_buckets: Buckets, picked: list[list[tuple[Bucket, torch.Tensor]]], first: torch.Tensor) -> Buckets:
     """Some tokens of each level of each row of new buckets, as parts of the old ones and numbers in them."""
     counts = [[len(index) for _, index in of_row] for of_row in picked]
     sizes = torch.tensor(counts, dtype=torch.int32, device=slot_buckets.ends.device).view(len(picked), len(slot_buckets.widths))

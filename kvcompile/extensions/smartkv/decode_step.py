@@ -37,7 +37,7 @@ def scheme_of(text: str) -> Smartkv:
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class DecodeStepOperands:
     """Operands of ``kvcompile::smartkv_attend``: those of ``attend``, and the planes that it moves on."""
 
     attend: AttendOperands[torch.Tensor]
@@ -50,7 +50,7 @@ class Step:
         return scheme_of(self.attend.key_scheme), scheme_of(self.attend.value_scheme)
 
 
-def step_gap(step: Step) -> str | None:
+def step_gap(step: DecodeStepOperands) -> str | None:
     """Why the kernels do not know a step, None where they do; for real tensors and fake ones."""
     q, planes = step.attend.q, step.attend.keys
     H, S, D, K = q.shape[1], q.shape[2], q.shape[3], planes[0].shape[2]
@@ -65,7 +65,7 @@ def step_gap(step: Step) -> str | None:
     return None
 
 
-def step_by_kernels(launcher: Launcher, step: Step, tells: bool = True) -> torch.Tensor:
+def step_by_kernels(launcher: Launcher, step: DecodeStepOperands, tells: bool = True) -> torch.Tensor:
     """The result [B, H, S, D] of a step without a gap; its kernels are started by ``launcher``.
 
     ``tells``: whether importance is moved on; a benchmark asks what that costs.

@@ -59,7 +59,7 @@ class Hysteresis:
 
 
 @dataclass(frozen=True)
-class Bounds:
+class LevelBounds:
     """The levels that each token may have, int8 [R, T]; -1 both where no token is."""
 
     low: torch.Tensor
@@ -68,7 +68,7 @@ class Bounds:
 
 def decide(
     importance_RT: torch.Tensor, spend_R: torch.Tensor, terms: Terms, levels: Ladder, preference: LevelPreference, before_RT: torch.Tensor,
-    decided: Decided, bounds: Bounds, hysteresis: Hysteresis,
+    decided: Decided, bounds: LevelBounds, hysteresis: Hysteresis,
 ) -> tuple[torch.Tensor, Decided]:
     """Return the new levels, int8 [R, T], and what was decided.
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from kvcompile.extensions.smartkv.attend import smartkv_attend
-from kvcompile.extensions.smartkv.decode_step import Step, step_by_kernels, step_gap
+from kvcompile.extensions.smartkv.decode_step import DecodeStepOperands, step_by_kernels, step_gap
 from kvcompile.lowering.host.buffers import channels_together, is_box, realize
 from kvcompile.lowering.host.inductor_api import fallback_handler
 from kvcompile.lowering.host.launch_node import lower_launches, stand_in
@@ -31,8 +31,8 @@ def lower_smartkv(*args: Any, **kwargs: Any) -> Any:
     return fallback_handler(smartkv_attend)(*(given.get(name) for name in names_of(smartkv_attend)))
 
 
-def _step(given: dict[str, Any]) -> Step:
-    return Step(attend_operands(given), given["importance"], given["heads"])
+def _step(given: dict[str, Any]) -> DecodeStepOperands:
+    return DecodeStepOperands(attend_operands(given), given["importance"], given["heads"])
 
 
 def _launches(launcher: Launcher, given: dict[str, Any]) -> list[torch.Tensor]:

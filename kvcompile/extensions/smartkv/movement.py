@@ -25,7 +25,7 @@ TILE, WIDE, BLOCK = 32, 1024, 2048
 
 
 class Kernels:
-    """Reads and moves the tokens of a half as ``moves.Definition`` does, by kernels that ``launcher`` starts."""
+    """Reads and moves the tokens of a half as ``moves.EagerMoves`` does, by kernels that ``launcher`` starts."""
 
     def __init__(self, launcher: Launcher) -> None:
         self.launcher = launcher
@@ -61,7 +61,7 @@ class Kernels:
         return out
 
 
-class Choice:
+class LevelAllocator:
     """Decides levels as ``allocation.by_sorting`` does, by a kernel that ``launcher`` starts."""
 
     def __init__(self, launcher: Launcher) -> None:
@@ -109,4 +109,4 @@ def _grid(slot_buckets: Buckets, heads: int) -> tuple[int, int, int]:
 
 BY_KERNELS = Kernels(Direct(cuda=True))
 moves.MOVEMENTS["cuda"] = BY_KERNELS
-allocation.MEANS["cuda"] = Choice(Direct(cuda=True))
+allocation.MEANS["cuda"] = LevelAllocator(Direct(cuda=True))

@@ -83,7 +83,7 @@ def counts_of(ends: Sequence[int], number: int) -> tuple[tuple[int, ...], ...]:
 
 
 class Movement(Protocol):
-    """Reads and moves the tokens of a half on some device as ``Definition`` does."""
+    """Reads and moves the tokens of a half on some device as ``EagerMoves`` does."""
 
     def levels(self, slot_buckets: Buckets, count: int) -> torch.Tensor:
         """Levels of the tokens at positions 0 to ``count`` - 1, int8 [B, T]; one more than the largest where they enter."""
@@ -96,7 +96,7 @@ class Movement(Protocol):
         """
 
 
-class Definition:
+class EagerMoves:
     """Moves by operators of torch; waits for the device."""
 
     def levels(self, slot_buckets: Buckets, count: int) -> torch.Tensor:
@@ -124,7 +124,7 @@ MOVEMENTS: dict[str, Movement] = {}
 
 def movement(device: torch.device) -> Movement:
     """Return the movement of a device: its kernels, or the definition."""
-    return MOVEMENTS.get(device.type, Definition())
+    return MOVEMENTS.get(device.type, EagerMoves())
 
 
 _Source = tuple[int, int, Callable[[torch.Tensor], coder.Coded], torch.Tensor]

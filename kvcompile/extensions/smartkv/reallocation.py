@@ -26,7 +26,7 @@ from kvcompile.extensions.smartkv import buckets, clock, moves, originals
 from kvcompile.extensions.smartkv.allocation import allocate
 from kvcompile.extensions.smartkv.buckets import Buckets, PlaneLengths
 from kvcompile.extensions.smartkv.codes import ENTERING
-from kvcompile.extensions.smartkv.hysteresis import Bounds, Decided, decide
+from kvcompile.extensions.smartkv.hysteresis import Decided, LevelBounds, decide
 from kvcompile.extensions.smartkv.importance import blended, weighted_by_recency
 from kvcompile.extensions.smartkv.moves import SLACK, TokenMove
 from kvcompile.extensions.smartkv.originals import Again
@@ -140,7 +140,7 @@ class KeyStatistics:
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerBuckets:
     """A layer's buckets of keys, what is kept beside them, its buckets of values, its number and ``buckets.first``."""
 
     keys: Buckets
@@ -189,7 +189,7 @@ class Decision:
     some: tuple[_BatchDecision, ...]
 
 
-def decided(scheme: Rules, layers: Sequence[Layer], slot: SlotSpec, importance_LBTw: torch.Tensor) -> Decision:
+def decided(scheme: Rules, layers: Sequence[LayerBuckets], slot: SlotSpec, importance_LBTw: torch.Tensor) -> Decision:
     """Decide the levels of the tokens of some layers from their importance, float32 [L, B, T, 3]. Waits for nothing."""
     rows, count = importance_LBTw.shape[1:3]
     together = max(1, TOGETHER // (rows * count))
@@ -199,7 +199,7 @@ def decided(scheme: Rules, layers: Sequence[Layer], slot: SlotSpec, importance_L
     ))
 
 
-def _decide_batch(scheme: Rules, layers: Sequence[Layer], slot: SlotSpec, importance_LBTw: torch.Tensor) -> _BatchDecision:
+def _decide_batch(scheme: Rules, layers: Sequence[LayerBuckets], slot: SlotSpec, importance_LBTw: torch.Tensor) -> _BatchDecision:
     """Decide the levels of layers side by side."""
     terms, levels, rows, count = scheme.terms(slot), scheme.levels, *importance_LBTw.shape[1:3]
     plain, weighted, _ = importance_LBTw.flatten(0, 1).unbind(-1)
@@ -224,7 +224,7 @@ def _decide_batch(scheme: Rules, layers: Sequence[Layer], slot: SlotSpec, import
     ]
     spend = on_device([each for each in budgets for _ in range(rows)], device) - hidden
     decided = _decided_from(torch.cat([by_position(layer.statistics.decided, count) for layer in layers])[..., 0])
-    found, after = decide(value, spend, terms, levels, scheme.preference, before, decided, Bounds(low, high), scheme.hysteresis)
+    found, after = decide(value, spend, terms, levels, scheme.preference, before, decided, LevelBounds(low, high), scheme.hysteresis)
     old = places < on_device([layer.first for layer in layers for _ in range(rows)], device).unsqueeze(-1)
     new = found.clamp(min=0)
     changed, promoted = (((new != before) & old).sum(-1), (new > before).sum(-1))
@@ -250,7 +250,7 @@ def _decide_batch(scheme: Rules, layers: Sequence[Layer], slot: SlotSpec, import
     )
 
 
-def moved(scheme: Rules, layer: Layer, slot: SlotSpec, decision: Decision, number: int, held: int) -> Reallocated:
+def moved(scheme: Rules, layer: LayerBuckets, slot: SlotSpec, decision: Decision, number: int, held: int) -> Reallocated:
     """A layer's planes after its move, ``number`` among the layers of the decision; ``held`` tokens are there by now.
 
     Planes stay where they are as long as they have room and are within the budget. Waits for the decision.
@@ -289,7 +289,7 @@ def _again(some: _BatchDecision, at: int, numbers: Sequence[int], slot_buckets: 
     return originals.again(slot_buckets.widths, some.before[at], some.levels[at], counts)
 
 
-def _rooms(layer: Layer, needs: Sequence[PlaneLengths], most: int) -> Sequence[PlaneLengths | None]:
+def _rooms(layer: LayerBuckets, needs: Sequence[PlaneLengths], most: int) -> Sequence[PlaneLengths | None]:
     """The room of new planes, None for both halves where theirs have it and take no more than ``most`` bytes."""
     slots = layer.slots
     if all(moves.fits(slot_buckets, need) for slot_buckets, need in zip(slots, needs, strict=True)) and sum(

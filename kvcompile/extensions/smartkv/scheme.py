@@ -39,17 +39,17 @@ import torch
 from kvcompile.errors import BadOption, HalvesDiffer
 from kvcompile.extensions.smartkv import buckets, clock, codes, moves, reallocation
 from kvcompile.extensions.smartkv.allocation import Terms, looked_up
-from kvcompile.extensions.smartkv.buckets import Buckets, Form
+from kvcompile.extensions.smartkv.buckets import BucketFormat, Buckets
 from kvcompile.extensions.smartkv.budget import Cost, KeyValueWidths, Phases, layer_budgets
 from kvcompile.extensions.smartkv.codes import ENTERING, Frame
 from kvcompile.extensions.smartkv.hysteresis import MOST_AWAY, Hysteresis
 from kvcompile.extensions.smartkv.importance import Measure, blended
 from kvcompile.extensions.smartkv.ladder import Ladder, LevelPreference, ladder
 from kvcompile.extensions.smartkv.reallocation import KeyStatistics
-from kvcompile.schemes.adaptive import EARLY, SPREAD, Adaptive, Due, Reallocated, Stored
+from kvcompile.schemes.adaptive import EARLY, SPREAD, Adaptive, Due, Reallocated, StoredLayer
 from kvcompile.schemes.base import QUIET, Planes, Scheme, require, require_divides
 from kvcompile.schemes.symmetric import SCALE_DTYPES
-from kvcompile.types import PAGE, AbsMax, Extent, Half, KernelFormat, Layout, PlaneSpec, Role, SlotSpec, pages_for
+from kvcompile.types import PAGE, AbsMax, Extent, KernelFormat, KeyOrValue, Layout, PlaneSpec, Role, SlotSpec, pages_for
 
 
 class Scope(enum.Enum):
@@ -59,12 +59,16 @@ class Scope(enum.Enum):
     MODEL = "model"
 
 
-class Tier2(enum.Enum):
+class OptionalTier2(enum.Enum):
     """Memory that holds the original tokens: none, the device's, or pinned host memory. On a CPU the last two are the same."""
 
     OFF = "off"
     DEVICE = "device"
     HOST = "host"
+
+
+Tier2 = OptionalTier2
+"""The name in pickles of version 0.1 (``files.pickled``)."""
 
 
 def _signed(words: torch.Tensor, part: int) -> torch.Tensor:
@@ -111,8 +115,8 @@ class Smartkv(Adaptive):
     layer_weights: str = ""
     frame: Frame = Frame.TURNED
     scale_dtype: torch.dtype = torch.float16
-    half: Half = Half.AUTO
-    tier2: Tier2 = dataclasses.field(default=Tier2.OFF, metadata=QUIET)
+    half: KeyOrValue = KeyOrValue.AUTO
+    tier2: OptionalTier2 = dataclasses.field(default=OptionalTier2.OFF, metadata=QUIET)
 
     name: ClassVar[str] = "smartkv"
     source: ClassVar[str] = "SmartKV: Attention-Guided Adaptive Precision KV-Cache Compression, sections 2 to 6, 9, 10.1, 10.2 and 10.6"
@@ -154,8 +158,8 @@ class Smartkv(Adaptive):
         require(isinstance(self.measure, Measure), self.name, "measure", "peak, entropy, off-sinks or mean", self.measure, "peak is usual")
         require(isinstance(self.scope, Scope), self.name, "scope", "layer or model", self.scope, "layer is usual; the source's is model")
         require(isinstance(self.frame, Frame), self.name, "frame", "turned or source", self.frame, "turned is usual")
-        require(isinstance(self.tier2, Tier2), self.name, "tier2", "off, device or host", self.tier2, "off is usual")
-        require(isinstance(self.half, Half), self.name, "half", "auto, key or value", self.half, "auto takes it from the slot")
+        require(isinstance(self.tier2, OptionalTier2), self.name, "tier2", "off, device or host", self.tier2, "off is usual")
+        require(isinstance(self.half, KeyOrValue), self.name, "half", "auto, key or value", self.half, "auto takes it from the slot")
         require(
             self.scale_dtype in SCALE_DTYPES, self.name, "scale_dtype", "float16, bfloat16 or float32", self.scale_dtype,
             "float16 is the default",
@@ -202,16 +206,16 @@ class Smartkv(Adaptive):
         return ladder(self.key_value_widths, self.preference)
 
     @functools.cached_property
-    def form(self) -> Form:
+    def form(self) -> BucketFormat:
         """The form of this half's codes."""
-        assert self.half is not Half.AUTO, "the role is not known here: call for_role(role) first"
-        keys = self.half is Half.KEY
-        return Form(self.levels.keys if keys else self.levels.values, self.frame, keys, self.keeps_originals)
+        assert self.half is not KeyOrValue.AUTO, "the role is not known here: call for_role(role) first"
+        keys = self.half is KeyOrValue.KEY
+        return BucketFormat(self.levels.keys if keys else self.levels.values, self.frame, keys, self.keeps_originals)
 
     @property
     def keeps_originals(self) -> bool:
         """Return whether reallocation may give a stored token more bits."""
-        return self.tier2 is not Tier2.OFF
+        return self.tier2 is not OptionalTier2.OFF
 
     def original_bytes(self, slot: SlotSpec) -> int:
         return slot.head_dim * slot.dtype.itemsize if self.keeps_originals else 0
@@ -255,7 +259,7 @@ class Smartkv(Adaptive):
     @classmethod
     def variants(cls) -> tuple[Scheme, ...]:
         changes: tuple[dict[str, Any], ...] = (
-            {"keys": "4/8", "values": "2/4", "budget": 0.6}, {"scale_dtype": torch.float32, "budget": 0.7}, {"tier2": Tier2.DEVICE},
+            {"keys": "4/8", "values": "2/4", "budget": 0.6}, {"scale_dtype": torch.float32, "budget": 0.7}, {"tier2": OptionalTier2.DEVICE},
         )
         return (cls(), *(cls(**change) for change in changes))
 
@@ -285,8 +289,8 @@ class Smartkv(Adaptive):
 
     def layout(self, slot: SlotSpec) -> Layout:
         made = self.for_role(slot.role)
-        planes = buckets.plane_specs(slot, made.form, self.scale_dtype, self.tier2 is Tier2.HOST)
-        if made.half is Half.VALUE:
+        planes = buckets.plane_specs(slot, made.form, self.scale_dtype, self.tier2 is OptionalTier2.HOST)
+        if made.half is KeyOrValue.VALUE:
             return Layout(planes)
         return Layout((
             *planes, PlaneSpec(IMPORTANCE, torch.float32, 2, PAGE, Extent.STORE, tally=True, shared=True),
@@ -411,16 +415,17 @@ class Smartkv(Adaptive):
     def drifted(self, importance: torch.Tensor) -> torch.Tensor:
         return reallocation.drifted(self, importance)
 
-    def decide(self, layers: Sequence[Stored], importance: torch.Tensor) -> Any:
+    def decide(self, layers: Sequence[StoredLayer], importance: torch.Tensor) -> Any:
         return reallocation.decided(self, [self._layer(item) for item in layers], layers[0].slots[0], importance)
 
-    def move(self, layer: Stored, decision: Any, number: int, held: int) -> Reallocated:
+    def move(self, layer: StoredLayer, decision: Any, number: int, held: int) -> Reallocated:
         return reallocation.moved(self, self._layer(layer), layer.slots[0], decision, number, held)
 
-    def _layer(self, item: Stored) -> reallocation.Layer:
+    def _layer(self, item: StoredLayer) -> reallocation.LayerBuckets:
         """The record of a layer's planes."""
-        key, value = (dataclasses.replace(self, half=half) for half in (Half.KEY, Half.VALUE))
-        return reallocation.Layer(key._split(item.keys)[0], key._kept(item.keys), value._split(item.values)[0], item.layer, item.first)
+        key, value = (dataclasses.replace(self, half=half) for half in (KeyOrValue.KEY, KeyOrValue.VALUE))
+        keys, values = key._split(item.keys)[0], value._split(item.values)[0]
+        return reallocation.LayerBuckets(keys, key._kept(item.keys), values, item.layer, item.first)
 
 
 @functools.lru_cache(maxsize=64)

@@ -23,7 +23,7 @@ MOST_SCALE = torch.finfo(torch.float32).max / 448
 """The largest scale: times the largest code (448 of e4m3) it is finite."""
 
 
-class Extent(enum.Enum):
+class ScaleExtent(enum.Enum):
     """The extent of one scale: a slot, or one kv head of it."""
 
     TENSOR = "tensor"
@@ -57,9 +57,9 @@ class Scales:
         return hash(self.digest)
 
     @property
-    def extent(self) -> Extent:
+    def extent(self) -> ScaleExtent:
         """Return what one scale covers."""
-        return Extent.TENSOR if self.values.numel() == 1 else Extent.HEAD
+        return ScaleExtent.TENSOR if self.values.numel() == 1 else ScaleExtent.HEAD
 
     def fits(self, heads: int) -> bool:
         """Whether these are scales of a slot with so many kv heads."""

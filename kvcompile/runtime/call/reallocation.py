@@ -20,7 +20,7 @@ from kvcompile.runtime.forms.form import CacheForm
 from kvcompile.runtime.store.adaptive_store import AdaptiveStore, Pending
 from kvcompile.runtime.store.state import CacheState, Part
 from kvcompile.runtime.store.store import ordinary
-from kvcompile.schemes import Due, PendingNumbers, Stored
+from kvcompile.schemes import Due, PendingNumbers, StoredLayer
 from kvcompile.schemes.adaptive import EARLY, SPREAD
 
 LAYERS_A_STEP = 4
@@ -62,10 +62,10 @@ class _Held:
         return self.keys.scheme, self.keys.spec.slot, self.values.spec.slot, self.count, self.keys.batch, self.keys.device
 
     @property
-    def stored(self) -> Stored:
+    def stored(self) -> StoredLayer:
         """The planes that they hold now."""
         slots = (self.keys.spec.slot, self.values.spec.slot)
-        return Stored(tuple(self.keys.planes), tuple(self.values.planes), slots, self.layer, self.keys.first)
+        return StoredLayer(tuple(self.keys.planes), tuple(self.values.planes), slots, self.layer, self.keys.first)
 
     def move(self) -> None:
         """Carry out the decision that was asked for."""

@@ -16,7 +16,7 @@ from kvcompile.errors import TargetError
 from kvcompile.extensions.beyond.learning import processes
 from kvcompile.extensions.beyond.learning.learn import Learned, learn
 from kvcompile.extensions.beyond.learning.settings import LearnSettings
-from kvcompile.extensions.beyond.learning.text import CHAT_PROMPT, Tokens, batches, documents, sequences, split
+from kvcompile.extensions.beyond.learning.text import CHAT_PROMPT, TokenEncoding, batches, documents, sequences, split
 from kvcompile.extensions.beyond.scheme import Beyond
 from kvcompile.extensions.beyond.storage import save_tables
 from kvcompile.schemes import parse
@@ -83,13 +83,13 @@ def _summary(found: Learned, out: Path) -> str:
     return f"{out}: {losses}, best at step {found.best_step} of {found.steps}; {found.stopped}"
 
 
-def tokens_of(arguments: argparse.Namespace, model: Any) -> Tokens:
+def tokens_of(arguments: argparse.Namespace, model: Any) -> TokenEncoding:
     """Return the target's tokenizer with the requested prefix. Raises TargetError."""
     start = getattr(getattr(model, "config", None), "bos_token_id", None)
     if arguments.bytes:
         if arguments.prefix == "chat":
             raise TargetError(found=arguments.target, why="bytes have no chat template: pass --prefix start or none")
-        return Tokens(lambda text: list(text.encode()), () if arguments.prefix == "none" or start is None else (int(start),))
+        return TokenEncoding(lambda text: list(text.encode()), () if arguments.prefix == "none" or start is None else (int(start),))
     from transformers import AutoTokenizer
 
     try:
@@ -108,4 +108,4 @@ def tokens_of(arguments: argparse.Namespace, model: Any) -> Tokens:
         prefix = tuple(ids)
     elif wanted == "start" and start is not None:
         prefix = (int(start),)
-    return Tokens(lambda text: tokenizer.encode(text, add_special_tokens=False), prefix)
+    return TokenEncoding(lambda text: tokenizer.encode(text, add_special_tokens=False), prefix)

@@ -10,7 +10,7 @@ from registry import normal
 from kvcompile.extensions.beyond.learning.projection import isotonic, ordered
 from kvcompile.extensions.beyond.learning.quantizer import (
     HardQuantizer,
-    Rule,
+    QuantizerConfig,
     compiled,
     hard_quantize,
     level_mapped,
@@ -23,10 +23,10 @@ from kvcompile.schemes import Beyond
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-RULE = Rule(4, torch.float16, 0.009 * 15)
+RULE = QuantizerConfig(4, torch.float16, 0.009 * 15)
 
 
-def quantized(x: torch.Tensor, table: Table, rule: Rule = RULE) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def quantized(x: torch.Tensor, table: Table, rule: QuantizerConfig = RULE) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The tokens through the quantizer, and its operands that take gradients: tokens, levels, left, right."""
     nothing = torch.zeros_like(table.thresholds)
     leaves = [part.clone().requires_grad_() for part in (x, table.levels, nothing, nothing)]
@@ -44,7 +44,7 @@ def test_forward_is_what_a_store_gives_back(bits: int, dtype: torch.dtype) -> No
         for scale_dtype in (torch.float16, torch.bfloat16):
             scheme = Beyond(bits, scale_dtype=scale_dtype, trained=True)
             served = read_back_body(x, [table.levels[None, None]], [table.thresholds[None, None]], scheme.spec())
-            found, _ = quantized(x, table, Rule(bits, scale_dtype, 0.1))
+            found, _ = quantized(x, table, QuantizerConfig(bits, scale_dtype, 0.1))
             assert torch.equal(found.nan_to_num(7), served.nan_to_num(7)) and torch.equal(found.isnan(), served.isnan())
 
 
@@ -83,7 +83,7 @@ def crafted(places: list[float], grads: list[float], thresholds: list[float], le
     values = torch.tensor([0.0, 3.0, *places, *[0.0] * (30 - len(places))]).reshape(1, 1, 1, 32)
     grad = torch.tensor([0.0, 0.0, *grads, *[0.0] * (30 - len(grads))]).reshape(1, 1, 1, 32)
     table = Table(torch.tensor(levels).reshape(1, 1, 4), torch.tensor(thresholds).reshape(1, 1, 3))
-    _, left, right = table_gradients(grad, values, table.levels, table.thresholds, Rule(2, torch.float32, window))
+    _, left, right = table_gradients(grad, values, table.levels, table.thresholds, QuantizerConfig(2, torch.float32, window))
     return float(left[0, 0, 1]), float(right[0, 0, 1])
 
 
@@ -127,7 +127,7 @@ def test_window_sums_are_the_slope_of_smoothed_bins() -> None:
     x, table, window = normal(2, 2, 400, 64, seed=8).double(), random_table(4, 2, 2, 6), 0.2
     # Wide enough apart that ramps do not meet.
     thresholds = torch.arange(15.0) + 0.5 + torch.rand(2, 2, 15, generator=torch.Generator().manual_seed(3)) * 0.4
-    rule = Rule(4, torch.float32, window)
+    rule = QuantizerConfig(4, torch.float32, window)
     weight = torch.randn(x.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     _, left, right = table_gradients(weight.float(), x.float(), table.levels, thresholds, rule)
     from kvcompile.extensions.beyond.learning.quantizer import _places
@@ -163,7 +163,7 @@ def test_pieces_add_up_to_the_batch() -> None:
 def test_levels_outside_of_the_range_decode_and_learn() -> None:
     table = Table(torch.tensor([-2.0, 1.0, 2.0, 7.0]).reshape(1, 1, 4), torch.tensor([0.5, 1.5, 2.5]).reshape(1, 1, 3))
     x = torch.linspace(0, 3, 32).reshape(1, 1, 1, 32)
-    rule = Rule(2, torch.float32, 0.1)
+    rule = QuantizerConfig(2, torch.float32, 0.1)
     out, leaves = quantized(x, table, rule)
     assert float(out.min()) == pytest.approx(-2.0, abs=1e-5) and float(out.max()) == pytest.approx(7.0, abs=1e-5)
     out.sum().backward()
@@ -205,7 +205,8 @@ def test_batches_of_many_lengths_share_a_few_compilations() -> None:
     table, code = random_table(2, 1, 2, 5), compiled(table_gradients)
     for number in range(10):
         x, grad = (normal(2, 1, 5 + 7 * number, 32, seed=number + side) for side in (0, 50))
-        found, wanted = (run(grad, x, table.levels, table.thresholds, Rule(2, torch.float16, 0.05)) for run in (code, table_gradients))
+        config = QuantizerConfig(2, torch.float16, 0.05)
+        found, wanted = (run(grad, x, table.levels, table.thresholds, config) for run in (code, table_gradients))
         for mine, other in zip(found, wanted, strict=True):
             torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
 

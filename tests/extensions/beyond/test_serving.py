@@ -13,14 +13,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import kvcompile
 from kvcompile.errors import ServedOtherwise
 from kvcompile.extensions.beyond.learning import serving
-from kvcompile.extensions.beyond.learning.quantizer import Rule
+from kvcompile.extensions.beyond.learning.quantizer import QuantizerConfig
 from kvcompile.extensions.beyond.learning.settings import LearnSettings
 from kvcompile.schemes import Beyond
 from kvcompile.settings import Inner
 
 pytestmark = pytest.mark.usefixtures("one_thread", "fresh_dynamo")
 
-RULE = Rule(2, torch.float16, 0.027)
+RULE = QuantizerConfig(2, torch.float16, 0.027)
 
 
 def ids() -> torch.Tensor:

@@ -13,7 +13,7 @@ import kvcompile
 from kvcompile.errors import BadTables
 from kvcompile.extensions.beyond.learning import quantizer
 from kvcompile.extensions.beyond.learning.parameters import Parameters
-from kvcompile.extensions.beyond.learning.quantizer import Rule
+from kvcompile.extensions.beyond.learning.quantizer import QuantizerConfig
 from kvcompile.extensions.beyond.learning.training_graph import TrainingBackend
 from kvcompile.passes.match import uncached
 from kvcompile.schemes import Beyond
@@ -23,7 +23,7 @@ from kvcompile.types import Role
 
 pytestmark = pytest.mark.usefixtures("one_thread", "fresh_dynamo")
 
-RULE = Rule(4, torch.float16, 0.135)
+RULE = QuantizerConfig(4, torch.float16, 0.135)
 WORDS = torch.randint(1, 60, (2, 21), generator=torch.Generator().manual_seed(0))
 
 

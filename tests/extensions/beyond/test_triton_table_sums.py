@@ -7,7 +7,7 @@ import torch
 from interpreted import interpreted
 from learned_tables import random_table
 
-from kvcompile.extensions.beyond.learning.quantizer import Rule, table_gradients
+from kvcompile.extensions.beyond.learning.quantizer import QuantizerConfig, table_gradients
 
 CASES = ((4, 32, torch.float16, torch.float16), (2, 64, torch.float32, torch.float32), (3, 16, torch.float32, torch.float16))
 """Bits, group, dtype of tokens and of scales. The interpreter cuts bfloat16 instead of rounding."""
@@ -27,7 +27,7 @@ def compare() -> None:
 
     for bits, group, dtype, stored in CASES:
         grad, x, levels, thresholds = operands(bits, group, dtype)
-        rule = Rule(bits, stored, 0.02 * (2**bits - 1))
+        rule = QuantizerConfig(bits, stored, 0.02 * (2**bits - 1))
         assert table_sums.known(x, levels.shape[1])
         for spoiled in (False, True) if bits == 4 else (False,):
             if spoiled:

@@ -39,7 +39,7 @@ from benchmarks.extensions.certified.certified_soundness import (
 )
 from kvcompile.errors import Tier2Missing
 from kvcompile.extensions.certified import device_step as certified_device
-from kvcompile.extensions.certified.scheme import BLOCK, SET, Certified, Tier2, Values
+from kvcompile.extensions.certified.scheme import BLOCK, SET, Certified, Tier2, ValueStorage
 from kvcompile.extensions.certified.sizes import RADIUS, kernel_gap
 from kvcompile.lowering.host.launches import KernelLaunch, OnlyRoom, Recorder
 from kvcompile.lowering.ops.operands import AttendOperands
@@ -166,7 +166,7 @@ def compare_all() -> None:
         counts = compare(step, k, v, f"{made.__name__} {policy.spec()} {dtype}", splits=1 + number % 3)
         rungs.update(counts[..., Count.RUNG].flatten().tolist())
     for number, (made, dtype) in enumerate([(gaussian, BF16), (outliers, F16)]):
-        step, k, v = made(Draw(number), small).step(POLICIES["explore"], dtype, values=Values.FULL)
+        step, k, v = made(Draw(number), small).step(POLICIES["explore"], dtype, values=ValueStorage.FULL)
         assert (compare(step, k, v, f"full values {dtype}")[..., Count.VALUES] == 0).all()
     assert {int(Rung.PLAIN), int(Rung.WIDENED), int(Rung.VALUES), int(Rung.HEAD)} <= set(rungs), rungs
 
@@ -181,7 +181,7 @@ def test_what_the_kernels_do_not_know_is_said() -> None:
     step, _, _ = gaussian(Draw(1), Shape(S=1, T=40)).step(Certify(), F32)
 
     def gap(q: torch.Tensor = step.q, **changes: Any) -> str | None:
-        scheme = Certified(group=changes.pop("group", 16), values=changes.pop("stored", Values.INT4))
+        scheme = Certified(group=changes.pop("group", 16), values=changes.pop("stored", ValueStorage.INT4))
         return kernel_gap(dataclasses.replace(step.operands(), q=q, **changes), scheme)
 
     assert gap() is None
@@ -189,7 +189,7 @@ def test_what_the_kernels_do_not_know_is_said() -> None:
     assert "newest tokens" in str(gap(exact_newest=None))
     assert "20 rows" in str(gap(step.q.expand(-1, -1, 5, -1)))
     assert "channels" in str(gap(value_dim=80)) and "channels" in str(gap(group=32))
-    assert "values of torch.float32" in str(gap(values=[step.cache.originals[1], step.cache.values[3]], stored=Values.FULL))
+    assert "values of torch.float32" in str(gap(values=[step.cache.originals[1], step.cache.values[3]], stored=ValueStorage.FULL))
 
 
 def test_tier_2_that_is_short_is_an_error() -> None:
@@ -279,7 +279,7 @@ def test_kernels_change_what_they_write(monkeypatch: pytest.MonkeyPatch) -> None
     assert not planes & set().union(*written.values())
 
 
-SCHEMES = {"default": Certified(), "host": Certified(tier2=Tier2.HOST), "full": Certified(values=Values.FULL)}
+SCHEMES = {"default": Certified(), "host": Certified(tier2=Tier2.HOST), "full": Certified(values=ValueStorage.FULL)}
 LAUNCHES: tuple[tuple[str, str, Certify], ...] = (
     ("default", "", Certify()), ("host", "stage_blocks exact_scores weighted_originals", Certify(explore=0.1)),
     ("full", "weighted_values weighted_originals", Certify()),

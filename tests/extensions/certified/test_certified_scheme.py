@@ -16,7 +16,7 @@ from kvcompile.lowering.certificate.bound_printer import aten
 from kvcompile.schemes import parse
 from kvcompile.schemes.certificate import bounds
 from kvcompile.schemes.certificate.policy import EXACT, NAIVE, Certify, Fallback, parse_policy
-from kvcompile.types import PAGE, Half, Role, SlotSpec
+from kvcompile.types import PAGE, KeyOrValue, Role, SlotSpec
 
 NOTES = 3
 """Which plane."""
@@ -120,7 +120,8 @@ def test_bad_options_are_refused() -> None:
     ):
         with pytest.raises(BadOption):
             Certified(**options)  # type: ignore[arg-type]
-    assert Certified().for_role(Role.VALUE).half is Half.VALUE and Certified(half=Half.VALUE).for_role(Role.KEY).half is Half.VALUE
+    assert Certified().for_role(Role.VALUE).half is KeyOrValue.VALUE
+    assert Certified(half=KeyOrValue.VALUE).for_role(Role.KEY).half is KeyOrValue.VALUE
 
 
 def test_originals_alone_go_to_the_host() -> None:

@@ -41,7 +41,7 @@ from benchmarks.extensions.certified.certified_soundness import (
     trials,
 )
 from kvcompile.extensions.certified.scheme import BLOCK, Certified
-from kvcompile.extensions.certified.scheme import Values as Stored
+from kvcompile.extensions.certified.scheme import ValueStorage as Stored
 from kvcompile.lowering.certificate.head_bounds import Sum, ValueBounds, certificate
 from kvcompile.schemes.certificate.policy import EXACT, NAIVE, Cause, Certify, Count, Fallback, Figure, Rung, Select
 from kvcompile.types import Role, SlotSpec

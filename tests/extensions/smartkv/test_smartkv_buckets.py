@@ -6,21 +6,21 @@ import pytest
 import torch
 
 from kvcompile.extensions.smartkv import buckets, codes, moves
-from kvcompile.extensions.smartkv.buckets import Buckets, Form
+from kvcompile.extensions.smartkv.buckets import BucketFormat, Buckets
 from kvcompile.extensions.smartkv.codes import Frame
 from kvcompile.types import PAGE, Extent, Role, SlotSpec, pages_for
 
 B, K, D = 3, 2, 16
 SPEC = SlotSpec(K, D, torch.float32, Role.VALUE)
 WIDTHS = (2, 3, 4, 8)
-FORMS = (Form(WIDTHS), Form(WIDTHS, keys=True), Form(WIDTHS, Frame.SOURCE, keys=True))
+FORMS = (BucketFormat(WIDTHS), BucketFormat(WIDTHS, keys=True), BucketFormat(WIDTHS, Frame.SOURCE, keys=True))
 
 
 def originals(tokens: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(B, K, tokens, D, generator=torch.Generator().manual_seed(seed))
 
 
-def entered(x: torch.Tensor, first: int = 0, half: Buckets | None = None, form: Form = FORMS[0]) -> Buckets:
+def entered(x: torch.Tensor, first: int = 0, half: Buckets | None = None, form: BucketFormat = FORMS[0]) -> Buckets:
     """Buckets with the tokens of ``x`` from position ``first`` on entering, garbage behind them."""
     if half is None:
         specs = buckets.plane_specs(SPEC, form, torch.float16)
@@ -67,7 +67,7 @@ def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_tokens_have_the_codes_of_their_levels_and_keep_them(form: Form) -> None:
+def test_tokens_have_the_codes_of_their_levels_and_keep_them(form: BucketFormat) -> None:
     x = originals(150)
     first = some_levels(100, 1)
     half = moves.settled(entered(x[:, :, :100], form=form), first)

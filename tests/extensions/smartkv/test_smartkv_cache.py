@@ -21,7 +21,7 @@ from kvcompile.extensions.smartkv import buckets, codes, moves, reallocation
 from kvcompile.extensions.smartkv.buckets import Buckets
 from kvcompile.passes.plan.plan import layer_of
 from kvcompile.runtime.store.adaptive_store import AdaptiveStore
-from kvcompile.schemes import Adaptive, Due, Smartkv, Stored, parse
+from kvcompile.schemes import Adaptive, Due, Smartkv, StoredLayer, parse
 from kvcompile.schemes.adaptive import Reallocated
 from kvcompile.types import Role, SlotSpec
 
@@ -234,13 +234,13 @@ def _reallocate(run: Run) -> None:
     values.exchange(made.values, run.at)
 
 
-def stored_of(run: Run, layer: int = 0) -> Stored:
+def stored_of(run: Run, layer: int = 0) -> StoredLayer:
     """The planes of a run's layer."""
     keys, values = run.stores
-    return Stored(tuple(keys.planes), tuple(values.planes), (keys.spec.slot, values.spec.slot), layer, keys.first)
+    return StoredLayer(tuple(keys.planes), tuple(values.planes), (keys.spec.slot, values.spec.slot), layer, keys.first)
 
 
-def decided_and_moved(scheme: Adaptive, layers: list[Stored], count: int) -> list[Reallocated]:
+def decided_and_moved(scheme: Adaptive, layers: list[StoredLayer], count: int) -> list[Reallocated]:
     """Widths of ``count`` tokens of some layers decided side by side, and copies of their planes after the move."""
     copies = [
         dataclasses.replace(item, keys=tuple(plane.clone() for plane in item.keys), values=tuple(plane.clone() for plane in item.values))

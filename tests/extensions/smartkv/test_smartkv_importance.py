@@ -25,7 +25,7 @@ from kvcompile.extensions.smartkv.codes import (
     runs,
     turned,
 )
-from kvcompile.extensions.smartkv.hysteresis import Bounds, Decided, Hysteresis, decide
+from kvcompile.extensions.smartkv.hysteresis import Decided, Hysteresis, LevelBounds, decide
 from kvcompile.extensions.smartkv.importance import (
     Measure,
     across_layers,
@@ -193,8 +193,8 @@ def spend_of(budget: float, tokens: int) -> torch.Tensor:
     return torch.tensor([int(budget * COST.dense * tokens)])
 
 
-def bounds(tokens: int) -> Bounds:
-    return Bounds(torch.zeros(1, tokens, dtype=torch.int8), torch.full((1, tokens), LEVELS.top, dtype=torch.int8))
+def bounds(tokens: int) -> LevelBounds:
+    return LevelBounds(torch.zeros(1, tokens, dtype=torch.int8), torch.full((1, tokens), LEVELS.top, dtype=torch.int8))
 
 
 def decided_on(

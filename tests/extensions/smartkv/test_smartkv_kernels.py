@@ -17,7 +17,7 @@ from torch._subclasses import FakeTensorMode
 from kvcompile.extensions.smartkv import decode_step
 from kvcompile.extensions.smartkv.attend import attend_by_definition, smartkv_attend
 from kvcompile.extensions.smartkv.codes import Frame
-from kvcompile.extensions.smartkv.decode_step import Step, step_by_kernels, step_gap
+from kvcompile.extensions.smartkv.decode_step import DecodeStepOperands, step_by_kernels, step_gap
 from kvcompile.extensions.smartkv.importance import Measure
 from kvcompile.lowering.host.launches import Direct, KernelLaunch, Launcher, OnlyRoom, Recorder
 from kvcompile.lowering.ops.operands import AttendOperands, attend_operands, named
@@ -30,7 +30,7 @@ SCHEMES = (
 )
 
 
-def step_of(case: Case, **given: Any) -> Step:
+def step_of(case: Case, **given: Any) -> DecodeStepOperands:
     """The operands of a case's attention as the kernels take them."""
     optional = [given.get(name) for name in ("lo", "keep", "bias", "sinks")]
     args = (
@@ -38,16 +38,16 @@ def step_of(case: Case, **given: Any) -> Step:
         given.get("softcap", 0.0), case.q.shape[3], case.importance, case.heads,
     )
     found = named(smartkv_attend, args, {})
-    return Step(attend_operands(found), case.importance, case.heads)
+    return DecodeStepOperands(attend_operands(found), case.importance, case.heads)
 
 
-def body(step: Step) -> tuple[torch.Tensor, Step]:
+def body(step: DecodeStepOperands) -> tuple[torch.Tensor, DecodeStepOperands]:
     """Return the definition's result, and the step with the planes as the definition leaves them."""
     after = dataclasses.replace(step, importance=step.importance.clone(), heads=step.heads.clone())
     return attend_by_definition(after), after
 
 
-def differences(step: Step, launcher: Launcher | None = None) -> dict[str, float]:
+def differences(step: DecodeStepOperands, launcher: Launcher | None = None) -> dict[str, float]:
     """The largest differences of result and planes between kernels and body, after two steps; NaN where only one is NaN."""
     launcher = launcher or Direct(cuda=step.attend.q.is_cuda)
     expected, after = body(step)
@@ -126,7 +126,7 @@ def recorded(scheme: Smartkv, dtype: torch.dtype, D: int, queries: int = 1, keep
             torch.empty(2, 32, queries, D, dtype=dtype, device="cuda"), *planes, hi, None, kept, None, None,
             scheme.for_role(Role.KEY).spec(), scheme.for_role(Role.VALUE).spec(), 0.1, 0.0, D,
         )
-        step = Step(attend, torch.empty(1000, 2, 1, 64, 2, device="cuda"), torch.empty(1, 2, 8, 1, 1, device="cuda"))
+        step = DecodeStepOperands(attend, torch.empty(1000, 2, 1, 64, 2, device="cuda"), torch.empty(1, 2, 8, 1, 1, device="cuda"))
         assert step_gap(step) is None
         recorder = Recorder()
         with OnlyRoom():

@@ -13,7 +13,7 @@ from test_triton_attend import allow_ranges_over_scalars
 from torch._subclasses import FakeTensorMode
 
 from kvcompile.extensions.smartkv import buckets, codes, movement, moves, originals
-from kvcompile.extensions.smartkv.buckets import Buckets, Form, PlaneLengths
+from kvcompile.extensions.smartkv.buckets import BucketFormat, Buckets, PlaneLengths
 from kvcompile.extensions.smartkv.codes import Frame
 from kvcompile.extensions.smartkv.kernels.reencode import move_tokens
 from kvcompile.extensions.smartkv.movement import Kernels
@@ -34,7 +34,7 @@ def entered(half: Buckets, x: torch.Tensor) -> Buckets:
     return half
 
 
-def case(form: Form, dim: int, dtype: torch.dtype, tokens: int, more: int, rows: int = B) -> Buckets:
+def case(form: BucketFormat, dim: int, dtype: torch.dtype, tokens: int, more: int, rows: int = B) -> Buckets:
     """Buckets of ``tokens`` tokens at levels by chance, with ``more`` that entered since; some are NaN, infinite, or zero."""
     seed = torch.Generator().manual_seed(tokens + dim)
     x = torch.randn(rows, K, tokens + more, dim, generator=seed) * torch.exp(2 * torch.randn(rows, K, tokens + more, 1, generator=seed))
@@ -49,15 +49,16 @@ def case(form: Form, dim: int, dtype: torch.dtype, tokens: int, more: int, rows:
     return entered(half, x[:, :, tokens:]) if more else half
 
 
-def by_chance(form: Form, rows: int, tokens: int) -> torch.Tensor:
+def by_chance(form: BucketFormat, rows: int, tokens: int) -> torch.Tensor:
     return torch.randint(0, len(form.widths), (rows, tokens), generator=torch.Generator().manual_seed(3)).to(torch.int8)
 
 
 # The interpreter cuts bfloat16 instead of rounding, so bfloat16 scales are left to a GPU.
 CASES = [
-    (Form((2, 3, 3, 4, 8)), 16, torch.float16, 70, 70), (Form((3, 4, 8), Frame.SOURCE), 80, torch.float32, 40, 5),
-    (Form((2, 8)), 64, torch.float16, 0, 70), (Form((4,)), 16, torch.float16, 20, 9), (Form((2, 3, 4, 4, 8)), 128, torch.float16, 33, 1),
-    (Form((3, 4, 8), keys=True), 48, torch.float16, 40, 30), (Form((2, 3), keys=True), 16, torch.float32, 0, 50),
+    (BucketFormat((2, 3, 3, 4, 8)), 16, torch.float16, 70, 70), (BucketFormat((3, 4, 8), Frame.SOURCE), 80, torch.float32, 40, 5),
+    (BucketFormat((2, 8)), 64, torch.float16, 0, 70), (BucketFormat((4,)), 16, torch.float16, 20, 9),
+    (BucketFormat((2, 3, 4, 4, 8)), 128, torch.float16, 33, 1),
+    (BucketFormat((3, 4, 8), keys=True), 48, torch.float16, 40, 30), (BucketFormat((2, 3), keys=True), 16, torch.float32, 0, 50),
 ]
 
 
@@ -65,7 +66,7 @@ def compare() -> None:
     """Levels, values and moves of all cases; what is turned is rounded elsewhere, so that a code in a thousand may be a neighbour."""
     allow_ranges_over_scalars()
     movement.WIDE = 64
-    kernels, definition = Kernels(Direct(cuda=False)), moves.Definition()
+    kernels, definition = Kernels(Direct(cuda=False)), moves.EagerMoves()
     for form, dim, dtype, tokens, more in CASES:
         half = case(form, dim, dtype, tokens, more)
         count, first = tokens + more - (more > 1), int(half.first)
@@ -108,7 +109,7 @@ def test_kernels_move_as_the_definition_does() -> None:
     interpreted(compare)
 
 
-def with_originals(form: Form, dim: int, dtype: torch.dtype, tokens: int, more: int) -> tuple[Buckets, torch.Tensor]:
+def with_originals(form: BucketFormat, dim: int, dtype: torch.dtype, tokens: int, more: int) -> tuple[Buckets, torch.Tensor]:
     """Buckets as ``case`` makes them, with tier 2 of the same tokens, and these [B, K, T, D]; none of them is NaN."""
     seed = torch.Generator().manual_seed(tokens + dim)
     x = torch.randn(B, K, tokens + more, dim, generator=seed)
@@ -138,7 +139,7 @@ def compare_promotions() -> None:
         form = replace(plain, kept=True)
         for stays in (False, True):
             found = []
-            for way in (moves.Definition(), Kernels(Direct(cuda=False))):
+            for way in (moves.EagerMoves(), Kernels(Direct(cuda=False))):
                 moves.MOVEMENTS["cpu"] = way
                 half, x = with_originals(form, dim, dtype, max(tokens, 20), more)
                 count, first = x.shape[2] - (more > 1), int(half.first)
@@ -171,7 +172,7 @@ def test_promotions_beside_kernels() -> None:
     interpreted(compare_promotions)
 
 
-def recorded(form: Form, dim: int, dtype: torch.dtype) -> Iterator[KernelLaunch]:
+def recorded(form: BucketFormat, dim: int, dtype: torch.dtype) -> Iterator[KernelLaunch]:
     """The launches over a half of 64,000 tokens."""
     with FakeTensorMode():
         specs = buckets.plane_specs(SlotSpec(8, dim, torch.bfloat16, Role.VALUE), form, dtype)
@@ -190,9 +191,9 @@ def recorded(form: Form, dim: int, dtype: torch.dtype) -> Iterator[KernelLaunch]
 
 
 @pytest.mark.parametrize(("form", "dim", "dtype"), [
-    (Form((2, 3, 3, 4, 8)), 128, torch.float16), (Form((3, 4, 8), keys=True), 80, torch.bfloat16),
+    (BucketFormat((2, 3, 3, 4, 8)), 128, torch.float16), (BucketFormat((3, 4, 8), keys=True), 80, torch.bfloat16),
 ], ids=str)
-def test_kernels_compile_for_hopper(form: Form, dim: int, dtype: torch.dtype) -> None:
+def test_kernels_compile_for_hopper(form: BucketFormat, dim: int, dtype: torch.dtype) -> None:
     for launch in recorded(form, dim, dtype):
         made = compiled_for_hopper(launch)
         assert made.metadata.shared <= 113 * 1024, "two programs of a multiprocessor"
@@ -200,7 +201,8 @@ def test_kernels_compile_for_hopper(form: Form, dim: int, dtype: torch.dtype) ->
 
 def test_nothing_is_fused_where_scales_are_float32() -> None:
     """Such products are rounded: fused with what is subtracted from them they are other numbers than the definition's."""
-    text = [compiled_for_hopper(launch).asm["ptx"] for launch in recorded(Form((2, 4)), 16, torch.float32) if launch.kernel is move_tokens]
+    launches = recorded(BucketFormat((2, 4)), 16, torch.float32)
+    text = [compiled_for_hopper(launch).asm["ptx"] for launch in launches if launch.kernel is move_tokens]
     assert len(text) == 1
     assert "mul.f32" in text[0]
     assert "fma." not in text[0]

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvcompile.errors import BadOption
 from kvcompile.extensions.smartkv import buckets, codes, moves, originals
 from kvcompile.extensions.smartkv.buckets import Buckets
-from kvcompile.extensions.smartkv.scheme import Smartkv, Tier2
+from kvcompile.extensions.smartkv.scheme import OptionalTier2, Smartkv
 from kvcompile.runtime.store.adaptive_store import AdaptiveStore
 from kvcompile.schemes import parse
 from kvcompile.tools.planner.stores import StoragePurpose
@@ -183,7 +183,7 @@ def test_coding_again_asks_the_device_for_no_number(page: bool) -> None:
     counts = originals.counted(originals.changed(half.widths, before, wanted), wanted, number)
     again = originals.again(half.widths, before, wanted, tuple(map(tuple, counts.tolist())))
     into = buckets.made(half, order.ends, torch.full_like(half.first, count), buckets.PlaneLengths.of(order.counts, half))
-    moves.Definition().move(half, moves.TokenMove(order.levels, order.place, order.ends, order.counts, again), int(half.first), into)
+    moves.EagerMoves().move(half, moves.TokenMove(order.levels, order.place, order.ends, order.counts, again), int(half.first), into)
     keys.keep(count)
     half = Buckets.of(tuple(keys.planes), keys.scheme.form)  # type: ignore[attr-defined]
     first = int(half.first)
@@ -224,21 +224,21 @@ def test_the_budget_is_of_what_attention_reads_and_the_report_tells_both() -> No
 
 def test_options_and_what_is_announced() -> None:
     assert Smartkv().spec() == parse("smartkv(tier2=off)").spec() and "tier2" not in Smartkv().spec()
-    for where in (Tier2.DEVICE, Tier2.HOST):
+    for where in (OptionalTier2.DEVICE, OptionalTier2.HOST):
         scheme = parse(f"smartkv(tier2={where.value})")
         assert scheme == Smartkv(tier2=where) == parse(scheme.spec())
     with pytest.raises(BadOption):
         parse("smartkv(tier2=disk)")
     spec = SlotSpec(K, D, torch.bfloat16, Role.KEY)
-    assert Smartkv(tier2=Tier2.HOST).bits_per_value(spec) == 16 * 1.4 and Smartkv().bits_per_value(spec) == 16 * 0.4
-    hosted = {plane.name for plane in Smartkv(tier2=Tier2.HOST).layout(spec).planes if plane.host}
-    assert hosted == {"originals"} and not any(plane.host for plane in Smartkv(tier2=Tier2.DEVICE).layout(spec).planes)
-    assert Smartkv().layout(spec).encoded == 2 and Smartkv(tier2=Tier2.DEVICE).layout(spec).encoded == 3
+    assert Smartkv(tier2=OptionalTier2.HOST).bits_per_value(spec) == 16 * 1.4 and Smartkv().bits_per_value(spec) == 16 * 0.4
+    hosted = {plane.name for plane in Smartkv(tier2=OptionalTier2.HOST).layout(spec).planes if plane.host}
+    assert hosted == {"originals"} and not any(plane.host for plane in Smartkv(tier2=OptionalTier2.DEVICE).layout(spec).planes)
+    assert Smartkv().layout(spec).encoded == 2 and Smartkv(tier2=OptionalTier2.DEVICE).layout(spec).encoded == 3
 
 
 def test_a_plan_counts_originals_apart() -> None:
     spec = SlotSpec(K, D, torch.bfloat16, Role.KEY)
-    for where, host in ((Tier2.DEVICE, False), (Tier2.HOST, True)):
+    for where, host in ((OptionalTier2.DEVICE, False), (OptionalTier2.HOST, True)):
         scheme = Smartkv(tier2=where)
         stored = SimpleNamespace(scheme=scheme, slot=spec, layout=scheme.layout(spec), pooled=False, end=None, once=None)
         shares = {share: (on_host, count) for share, on_host, count in Planned.shares(stored, 3, 1000)}  # type: ignore[arg-type]

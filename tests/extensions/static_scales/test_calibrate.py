@@ -13,7 +13,7 @@ import kvcompile
 from kvcompile.errors import BadBatch, BadCalibration, BadScales, NothingToLearn
 from kvcompile.extensions.static_scales.measure.calibrate import Calibration
 from kvcompile.extensions.static_scales.measure.magnitudes import Magnitudes
-from kvcompile.extensions.static_scales.scales import Extent, ModelScales
+from kvcompile.extensions.static_scales.scales import ModelScales, ScaleExtent
 from kvcompile.extensions.static_scales.scheme import STATIC
 from kvcompile.schemes import Fp8, Int8
 from kvcompile.schemes.symmetric import stored_scale
@@ -53,7 +53,7 @@ def test_scales_are_those_of_what_the_model_caches(name: str, attention: str) ->
     """Keys as stored, behind RoPE, of the kv heads alone: the largest magnitudes in the model's own cache."""
     model = model_of(name, attention)
     wanted = cached(model, WORDS)
-    for extent, dims in ((Extent.TENSOR, (0, 1, 2, 3)), (Extent.HEAD, (0, 2, 3))):
+    for extent, dims in ((ScaleExtent.TENSOR, (0, 1, 2, 3)), (ScaleExtent.HEAD, (0, 2, 3))):
         found = scales_of(kvcompile.calibrate(model, [WORDS[:1], WORDS[1:]], "int8", granularity=extent))
         assert len(found) == len(wanted) == 2
         for halves, pair in zip(found.values(), wanted, strict=True):
@@ -117,9 +117,9 @@ def test_a_percentile_is_within_its_bins() -> None:
         found.add(part)
     for percentile in (50.0, 99.0, 99.9):
         exact = tokens.abs().transpose(0, 1).flatten(1).kthvalue(round(percentile * 80), 1).values
-        head = found.covering(Extent.HEAD, percentile)
+        head = found.covering(ScaleExtent.HEAD, percentile)
         assert (head >= exact).all() and (head <= exact * (1 + 1 / 64)).all()
-    assert torch.equal(found.covering(Extent.HEAD, 100.0), tokens.abs().amax((0, 2)))
+    assert torch.equal(found.covering(ScaleExtent.HEAD, 100.0), tokens.abs().amax((0, 2)))
 
 
 def test_a_head_of_zeros_has_the_scale_of_the_others_and_a_slot_of_zeros_none() -> None:
@@ -127,7 +127,7 @@ def test_a_head_of_zeros_has_the_scale_of_the_others_and_a_slot_of_zeros_none() 
     tokens = torch.ones(5, 2, 4)
     tokens[:, 1] = 0
     found.add(tokens)
-    assert found.scales(Extent.HEAD, 100.0, 1.0, 127.0).values.unique().numel() == 1
+    assert found.scales(ScaleExtent.HEAD, 100.0, 1.0, 127.0).values.unique().numel() == 1
     model = model_of("llama")
     with torch.no_grad():
         model.get_submodule("model.layers.1.self_attn.v_proj").weight.zero_()

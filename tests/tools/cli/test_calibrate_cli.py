@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kvcompile
-from kvcompile.extensions.static_scales.scales import Extent, ModelScales
+from kvcompile.extensions.static_scales.scales import ModelScales, ScaleExtent
 from kvcompile.tools.cli.main import main
 from kvcompile.tools.cli.targets import TargetOptions, resolve
 
@@ -34,7 +34,7 @@ def test_scales_are_measured_from_a_file_and_fit_the_model(data: Path, capsys: p
     model = resolve("examples/tinylm", TargetOptions(dtype=torch.bfloat16)).model
     scheme = kvcompile.load_scales(out, model)
     assert isinstance(scheme.scales, ModelScales) and scheme.name == "fp8-static"
-    assert {site.key.extent for site in scheme.scales.sites.values()} == {Extent.HEAD}
+    assert {site.key.extent for site in scheme.scales.sites.values()} == {ScaleExtent.HEAD}
 
 
 @pytest.mark.parametrize(("changed", "found"), [

@@ -10,7 +10,7 @@ import torch
 from processes import in_two_processes
 
 from kvcompile.errors import BadBatch
-from kvcompile.extensions.beyond.learning.text import Tokens, batches, documents, sequences, split
+from kvcompile.extensions.beyond.learning.text import TokenEncoding, batches, documents, sequences, split
 from kvcompile.extensions.beyond.storage import load_tables
 from kvcompile.tools.cli.main import main
 from kvcompile.tools.cli.targets import TargetOptions, resolve
@@ -55,7 +55,7 @@ def test_what_cannot_be_done_is_said(data: Path, changed: list[str], found: str,
 def test_text_becomes_sequences_behind_a_prefix_that_is_no_target(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("abcdefg")
     (tmp_path / "b.jsonl").write_text('{"text": "hij"}\n\n{"text": "klmnopq"}\n')
-    tokens = Tokens(lambda text: list(text.encode()), (1, 2))
+    tokens = TokenEncoding(lambda text: list(text.encode()), (1, 2))
     runs = sequences(documents([tmp_path / "a.txt", tmp_path / "b.jsonl"]), tokens, 6)
     assert [bytes(run) for run in runs] == [b"abcd", b"efgh", b"ijkl", b"mnop"]
     (first, second) = batches(runs, tokens, 3)

@@ -32,7 +32,7 @@ from kvcompile.schemes.asymmetric import in_scales, stored_range
 
 
 @dataclass(frozen=True)
-class Rule:
+class QuantizerConfig:
     """The constants of a quantizer: bits of a code, dtype of stored scales, and the window of thresholds' gradients in scales."""
 
     bits: int
@@ -50,14 +50,14 @@ def _spread(table_KGn: torch.Tensor) -> torch.Tensor:
     return table_KGn[:, None, :, None]
 
 
-def _places(x_BKSD: torch.Tensor, groups: int, rule: Rule) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _places(x_BKSD: torch.Tensor, groups: int, rule: QuantizerConfig) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Values in scales [B, K, S, groups, group], and the stored scales and zero points [B, K, S, groups, 1]."""
     grouped = x_BKSD.to(torch.float32).unflatten(-1, (groups, x_BKSD.shape[-1] // groups))
     scale, zero = stored_range(grouped, -1, rule.steps, rule.scale_dtype)
     return in_scales(grouped, scale, zero), scale, zero
 
 
-def level_mapped(x_BKSD: torch.Tensor, levels: torch.Tensor, thresholds: torch.Tensor, rule: Rule) -> torch.Tensor:
+def level_mapped(x_BKSD: torch.Tensor, levels: torch.Tensor, thresholds: torch.Tensor, rule: QuantizerConfig) -> torch.Tensor:
     """The tokens [B, K, S, D] as their codes stand for them, in their dtype; tables [K, D // group, .], float32."""
     place, scale, zero = _places(x_BKSD, levels.shape[1], rule)
     codes = codes_of(place, _spread(thresholds)).to(torch.int64)
@@ -70,7 +70,7 @@ class HardQuantizer(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, levels: torch.Tensor, thresholds: torch.Tensor, left: torch.Tensor, right: torch.Tensor,
-                rule: Rule) -> torch.Tensor:
+                rule: QuantizerConfig) -> torch.Tensor:
         """The level-mapped tokens."""
         del left, right
         ctx.save_for_backward(x, levels, thresholds)
@@ -89,7 +89,7 @@ class HardQuantizer(torch.autograd.Function):
 
 
 def table_gradients(
-    grad: torch.Tensor, x: torch.Tensor, levels: torch.Tensor, thresholds: torch.Tensor, rule: Rule
+    grad: torch.Tensor, x: torch.Tensor, levels: torch.Tensor, thresholds: torch.Tensor, rule: QuantizerConfig
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(by levels [K, G, n], G_L, G_R [K, G, n - 1]) from dL / d(value) [B, K, S, D]; float32, the unit is the scale."""
     place, scale, _ = _places(x, levels.shape[1], rule)
@@ -119,7 +119,7 @@ def hard_quantize(
     scale_dtype: torch.dtype, window: float,
 ) -> torch.Tensor:
     """The tokens [B, K, S, D] of one slot, level-mapped, differentiable: what a graph for training calls."""
-    return HardQuantizer.apply(x, levels, thresholds, left, right, Rule(bits, scale_dtype, window))
+    return HardQuantizer.apply(x, levels, thresholds, left, right, QuantizerConfig(bits, scale_dtype, window))
 
 
 @functools.cache
@@ -137,7 +137,7 @@ def _level_mapped(
     x: torch.Tensor, levels: torch.Tensor, thresholds: torch.Tensor, bits: int, scale_dtype: torch.dtype
 ) -> torch.Tensor:
     # Compiled graphs count on the strides of the meta function.
-    return _code(level_mapped, x.device.type)(x, levels, thresholds, Rule(bits, scale_dtype, 0.0)).contiguous()
+    return _code(level_mapped, x.device.type)(x, levels, thresholds, QuantizerConfig(bits, scale_dtype, 0.0)).contiguous()
 
 
 def _table_gradients(
@@ -151,7 +151,7 @@ def _table_gradients(
                 by_level, left, right = table_sums.sums(grad, x, thresholds, bits, scale_dtype, window)
             jumps = levels.diff(dim=-1)
             return by_level, -jumps * left, -jumps * right
-    return _code(table_gradients, x.device.type)(grad, x, levels, thresholds, Rule(bits, scale_dtype, window))
+    return _code(table_gradients, x.device.type)(grad, x, levels, thresholds, QuantizerConfig(bits, scale_dtype, window))
 
 
 def _level_mapped_meta(x: torch.Tensor, *rest: object) -> torch.Tensor:

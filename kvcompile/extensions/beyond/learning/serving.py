@@ -16,7 +16,7 @@ from kvcompile.backend import backend
 from kvcompile.errors import ServedOtherwise
 from kvcompile.extensions.beyond.learning.loss import parts
 from kvcompile.extensions.beyond.learning.parameters import Parameters
-from kvcompile.extensions.beyond.learning.quantizer import Rule
+from kvcompile.extensions.beyond.learning.quantizer import QuantizerConfig
 from kvcompile.extensions.beyond.learning.training_graph import TrainingBackend
 from kvcompile.extensions.beyond.scheme import Beyond
 from kvcompile.settings import Inner
@@ -29,7 +29,7 @@ LARGEST = 0.25
 """Difference of training from serving, as a share of what quantization itself changes; by rounding it is below a hundredth in float32."""
 
 
-def compare(model: torch.nn.Module, batch: Any, scheme: Beyond, rule: Rule) -> float | None:
+def compare(model: torch.nn.Module, batch: Any, scheme: Beyond, rule: QuantizerConfig) -> float | None:
     """Difference of logits between training and serving with uniform tables, over the change that quantization makes; None: not comparable.
 
     Raises ServedOtherwise above ``LARGEST``. Comparable are batches of token ids and models that take ``input_ids``, ``past_key_values``

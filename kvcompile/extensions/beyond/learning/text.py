@@ -19,7 +19,7 @@ CHAT_PROMPT = "Continue the following text."
 
 
 @dataclass(frozen=True)
-class Tokens:
+class TokenEncoding:
     """How text becomes token ids, and the ids that stand in front of every sequence and are no targets."""
 
     encode: Callable[[str], Sequence[int]]
@@ -42,7 +42,7 @@ def documents(paths: Sequence[Path]) -> Iterator[str]:
             raise BadBatch(expected="text in UTF-8, or lines of JSON with a text", found=found, todo="correct the file") from error
 
 
-def sequences(texts: Iterator[str], tokens: Tokens, length: int) -> list[list[int]]:
+def sequences(texts: Iterator[str], tokens: TokenEncoding, length: int) -> list[list[int]]:
     """Runs of token ids of ``length`` less the prefix, documents one behind the other; what is left at the end is dropped."""
     room = length - len(tokens.prefix)
     if room < 2:
@@ -69,7 +69,7 @@ def split(runs: list[list[int]], validation: int, seed: int = 0) -> tuple[list[l
     return order[validation:], order[:validation]
 
 
-def batches(runs: Sequence[Sequence[int]], tokens: Tokens, rows: int) -> list[dict[str, torch.Tensor]]:
+def batches(runs: Sequence[Sequence[int]], tokens: TokenEncoding, rows: int) -> list[dict[str, torch.Tensor]]:
     """Batches of ``rows`` sequences behind the prefix, whose tokens are no targets; all but the last have as many."""
     made = []
     for at in range(0, len(runs), rows):

@@ -17,7 +17,7 @@ from kvcompile.extensions.beyond.learning import processes
 from kvcompile.extensions.beyond.learning.loss import Loss
 from kvcompile.extensions.beyond.learning.parameters import Parameters
 from kvcompile.extensions.beyond.learning.projection import ordered
-from kvcompile.extensions.beyond.learning.quantizer import Rule, rectified
+from kvcompile.extensions.beyond.learning.quantizer import QuantizerConfig, rectified
 from kvcompile.extensions.beyond.learning.settings import LearnSettings
 from kvcompile.extensions.beyond.learning.training_graph import TrainingBackend
 from kvcompile.extensions.beyond.scheme import Beyond
@@ -38,7 +38,7 @@ class Trainer:
         self.model, self.scheme, self.settings, self.loss = model, scheme, settings, loss
         self.span = float(2**scheme.bits - 1)
         self.parameters = Parameters(scheme)
-        self.rule = Rule(scheme.bits, scheme.scale_dtype, settings.window * self.span)
+        self.rule = QuantizerConfig(scheme.bits, scheme.scale_dtype, settings.window * self.span)
         self.backend = TrainingBackend(self.parameters, self.rule, settings.inner, settings.memory_budget)
         self.run: Callable[..., Any] = torch.compile(model, backend=self.backend, dynamic=False)
         self.device = next(model.parameters()).device

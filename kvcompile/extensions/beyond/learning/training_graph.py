@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from kvcompile.extensions.beyond.learning.parameters import Parameters, SlotParameters
-from kvcompile.extensions.beyond.learning.quantizer import Rule, hard_quantize
+from kvcompile.extensions.beyond.learning.quantizer import QuantizerConfig, hard_quantize
 from kvcompile.lowering.host.inductor_entry import compile_for_training
 from kvcompile.lowering.host.torch_api import lookup_backend
 from kvcompile.passes.capture.attributes import lifted
@@ -41,7 +41,7 @@ class TrainingBackend:
     ``memory_budget``: the share of activations that Inductor's partitioner keeps for the backward pass; the others are computed again.
     """
 
-    def __init__(self, parameters: Parameters, rule: Rule, inner: Inner = Inner.INDUCTOR, memory_budget: float = 1.0) -> None:
+    def __init__(self, parameters: Parameters, rule: QuantizerConfig, inner: Inner = Inner.INDUCTOR, memory_budget: float = 1.0) -> None:
         self.parameters, self.rule, self.inner, self.memory_budget = parameters, rule, inner, memory_budget
         self.refusals: list[Refusal] = []
         self.ran: set[int] = set()

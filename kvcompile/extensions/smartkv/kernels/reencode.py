@@ -197,7 +197,7 @@ def move_tokens(
 ):
     """Write the tokens below ``count`` into planes TO_ENDS to TO_POOL, where LEVEL int8 and PLACE int32 [B, count] say.
 
-    As ``schemes.smartkv.moves.Definition`` does. Grid: tiles of settled and of entering tokens, kv heads, batch rows.
+    As ``moves.EagerMoves`` does. Grid: tiles of settled and of entering tokens, kv heads, batch rows.
     """
     k, b = tl.program_id(1), tl.program_id(2)
     first = tl.load(FIRST).to(tl.int32)

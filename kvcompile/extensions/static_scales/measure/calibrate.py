@@ -12,8 +12,8 @@ import torch
 from kvcompile.errors import BadBatch, BadCalibration, BadScales, KvcompileError, NothingToLearn
 from kvcompile.extensions.model_runs import frozen, moved
 from kvcompile.extensions.static_scales.measure.magnitudes import Clipped, Magnitudes
-from kvcompile.extensions.static_scales.measure.observing_graph import Observed, ObservingBackend
-from kvcompile.extensions.static_scales.scales import Extent, ModelScales, Scales, SiteScales
+from kvcompile.extensions.static_scales.measure.observing_graph import ObservingBackend, SlotIdentity
+from kvcompile.extensions.static_scales.scales import ModelScales, ScaleExtent, Scales, SiteScales
 from kvcompile.extensions.static_scales.scheme import Calibrated, static_of, with_scales
 from kvcompile.passes.graph.dynamo import many_versions
 from kvcompile.schemes.model_file import fingerprint
@@ -49,35 +49,35 @@ class Calibration:
 
 
 @dataclass(frozen=True)
-class Options:
+class CalibrationOptions:
     """The choices of a calibration; raises BadCalibration.
 
     ``percentile``: how many of a hundred values a scale covers. ``margin``: how many times that magnitude.
     """
 
     kind: type[Calibrated]
-    granularity: Extent
+    granularity: ScaleExtent
     percentile: float
     margin: float
 
     @staticmethod
-    def of(scheme: str, granularity: str | Extent, percentile: float, margin: float) -> Options:
+    def of(scheme: str, granularity: str | ScaleExtent, percentile: float, margin: float) -> CalibrationOptions:
         """Read the arguments of ``calibrate``."""
         kind = static_of(scheme) if isinstance(scheme, str) else None
         if kind is None:
             raise BadCalibration(setting="scheme", expected=" or ".join(NAMES), found=scheme)
         try:
-            extent = Extent(granularity)
+            extent = ScaleExtent(granularity)
         except ValueError as error:
             raise BadCalibration(setting="granularity", expected="tensor or head", found=granularity) from error
         for name, value, least, most in (("percentile", percentile, 50.0, 100.0), ("margin", margin, 0.1, 16.0)):
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
                 raise BadCalibration(setting=name, expected=f"a number from {least:g} to {most:g}", found=value)
-        return Options(kind, extent, float(percentile), float(margin))
+        return CalibrationOptions(kind, extent, float(percentile), float(margin))
 
 
 def calibrate(
-    model: torch.nn.Module, batches: Iterable[Any], scheme: str = "int8", *, granularity: str | Extent = Extent.TENSOR,
+    model: torch.nn.Module, batches: Iterable[Any], scheme: str = "int8", *, granularity: str | ScaleExtent = ScaleExtent.TENSOR,
     percentile: float = 100.0, margin: float = 1.0, validation: Iterable[Any] = (), report: Callable[[Calibration], None] | None = None,
 ) -> Calibrated:
     """Measure static scales of ``scheme`` (int8 or fp8) on a causal model; returns the scheme that has them, ready to serve.
@@ -87,10 +87,10 @@ def calibrate(
     with ``percentile`` so many of a hundred values, times ``margin``; what lies beyond is clipped. ``report`` is called with what was found
     and the share that is clipped of ``batches``, which are gone through twice then, and of ``validation``.
     """
-    options = Options.of(scheme, granularity, percentile, margin)
+    options = CalibrationOptions.of(scheme, granularity, percentile, margin)
     held = list(batches)
     with frozen(model), torch.no_grad():
-        run = _Run(model)
+        run = _CalibrationRun(model)
         seen = run.magnitudes(held, options.percentile < 100)
         scales = {slot: _scales(slot, found, options) for slot, found in seen.items()}
         made = _scheme(model, scales, options)
@@ -105,7 +105,7 @@ def calibrate(
     return made
 
 
-def _scales(slot: Observed, found: Magnitudes, options: Options) -> Scales:
+def _scales(slot: SlotIdentity, found: Magnitudes, options: CalibrationOptions) -> Scales:
     """The scales of one slot; raises BadScales where nothing can be said of it."""
     where = f"the {slot.role.value}s of {slot.path or 'the model'}"
     if not found.finite:
@@ -115,14 +115,14 @@ def _scales(slot: Observed, found: Magnitudes, options: Options) -> Scales:
     return found.scales(options.granularity, options.percentile, options.margin, options.kind.qmax)
 
 
-def _scheme(model: torch.nn.Module, scales: Mapping[Observed, Scales], options: Options) -> Calibrated:
+def _scheme(model: torch.nn.Module, scales: Mapping[SlotIdentity, Scales], options: CalibrationOptions) -> Calibrated:
     """The scheme with the scales of all slots by module path."""
     paths = dict.fromkeys(slot.path for slot in scales)
-    sites = {path: SiteScales(*(scales[Observed(path, role)] for role in Role)) for path in paths}
+    sites = {path: SiteScales(*(scales[SlotIdentity(path, role)] for role in Role)) for path in paths}
     return with_scales(options.kind, ModelScales(sites, fingerprint(model)))
 
 
-class _Run:
+class _CalibrationRun:
     """A model that is run over batches while its slots are looked at; ``tokens``: how many counted in the last pass that measured."""
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -130,16 +130,16 @@ class _Run:
         self.names = inspect.signature(model.forward).parameters
         self.device = next(model.parameters()).device
         self.keep: torch.Tensor | None = None
-        self.seen: set[Observed] = set()
-        self.known: set[Observed] = set()
-        self.look: Callable[[Observed, torch.Tensor], None] = lambda slot, tokens: None
+        self.seen: set[SlotIdentity] = set()
+        self.known: set[SlotIdentity] = set()
+        self.look: Callable[[SlotIdentity, torch.Tensor], None] = lambda slot, tokens: None
         self.backend = ObservingBackend(self._observe)
         # One graph for each length of text, none that is dynamic: a pass is all that it is for.
         self.compiled = torch.compile(model, backend=self.backend, dynamic=False)
 
-    def magnitudes(self, batches: list[Any], counted: bool) -> dict[Observed, Magnitudes]:
+    def magnitudes(self, batches: list[Any], counted: bool) -> dict[SlotIdentity, Magnitudes]:
         """The magnitudes of every slot; raises NothingToLearn where there is none."""
-        found: dict[Observed, Magnitudes] = {}
+        found: dict[SlotIdentity, Magnitudes] = {}
         self._pass(batches, lambda slot, tokens: found.setdefault(slot, Magnitudes(counted)).add(tokens))
         if found:
             return found
@@ -147,7 +147,9 @@ class _Run:
         why = f" (the first of {len(refusals)} reasons: {refusals[0]})" if refusals else ""
         raise NothingToLearn(why=why, todo="pass batches of a causal model, with calls that torch.compile can capture")
 
-    def clipped(self, batches: list[Any], scales: Mapping[Observed, Scales], options: Options) -> dict[Observed, Clipped]:
+    def clipped(
+        self, batches: list[Any], scales: Mapping[SlotIdentity, Scales], options: CalibrationOptions
+    ) -> dict[SlotIdentity, Clipped]:
         """How many values of every slot lie beyond its range."""
         found = {slot: Clipped(held.values * options.kind.qmax) for slot, held in scales.items()}
         tokens = self.tokens
@@ -155,7 +157,7 @@ class _Run:
         self.tokens = tokens
         return found
 
-    def _pass(self, batches: list[Any], look: Callable[[Observed, torch.Tensor], None]) -> None:
+    def _pass(self, batches: list[Any], look: Callable[[SlotIdentity, torch.Tensor], None]) -> None:
         self.look, self.tokens = look, 0
         for batch in batches:
             given = batch if isinstance(batch, Mapping) else {"input_ids": batch}
@@ -194,7 +196,7 @@ class _Run:
                 todo="pass batches of fewer lengths, through the layers that every batch goes through",
             )
 
-    def _observe(self, slot: Observed, tokens_BKSD: torch.Tensor) -> None:
+    def _observe(self, slot: SlotIdentity, tokens_BKSD: torch.Tensor) -> None:
         """Show the tokens of one slot that are no padding."""
         assert self.keep is not None
         if (tokens_BKSD.shape[0], tokens_BKSD.shape[2]) != tuple(self.keep.shape):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kvcompile.extensions.static_scales.scales import Extent, Scales
+from kvcompile.extensions.static_scales.scales import ScaleExtent, Scales
 from kvcompile.schemes.symmetric import stored_scale
 
 BITS = 16
@@ -44,18 +44,18 @@ class Magnitudes:
             bins = (size.contiguous().view(torch.int32) >> BITS).to(torch.int64) + BINS * torch.arange(heads, device=size.device)[:, None]
             self.histogram += torch.bincount(bins.reshape(-1), minlength=heads * BINS)[: heads * BINS].cpu().view(heads, BINS)
 
-    def covering(self, extent: Extent, percentile: float) -> torch.Tensor:
+    def covering(self, extent: ScaleExtent, percentile: float) -> torch.Tensor:
         """The magnitude [1] or [K] that so many of a hundred values do not exceed; exact at 100, else at most 1/128 above."""
-        amax = self.amax if extent is Extent.HEAD else self.amax.amax().reshape(1)
+        amax = self.amax if extent is ScaleExtent.HEAD else self.amax.amax().reshape(1)
         if percentile >= 100:
             return amax
-        counts = self.histogram if extent is Extent.HEAD else self.histogram.sum(0, keepdim=True)
+        counts = self.histogram if extent is ScaleExtent.HEAD else self.histogram.sum(0, keepdim=True)
         rank = torch.tensor([math.ceil(percentile * int(row.sum()) / 100 - 1e-6) for row in counts], device="cpu")
         first = torch.searchsorted(counts.cumsum(1), rank[:, None].contiguous())
         edge = ((first + 1) << BITS).to(torch.int32).view(torch.float32).reshape(-1)
         return torch.minimum(edge, amax)
 
-    def scales(self, extent: Extent, percentile: float, margin: float, largest: float) -> Scales:
+    def scales(self, extent: ScaleExtent, percentile: float, margin: float, largest: float) -> Scales:
         """The scales whose largest code stands for ``margin`` times that magnitude; a head of zeros alone has that of the others."""
         covered = self.covering(extent, percentile)
         covered = torch.where(covered > 0, covered, covered.amax())

@@ -34,14 +34,14 @@ from kvcompile.types import Role, SlotSpec
 
 
 @dataclass(frozen=True)
-class Observed:
+class SlotIdentity:
     """The identity of one slot: the module path of its attention, and its half."""
 
     path: str
     role: Role
 
 
-Observe = Callable[[Observed, torch.Tensor], None]
+Observe = Callable[[SlotIdentity, torch.Tensor], None]
 """Told of every slot of every call: which one, and its tokens [B, K, S, D]."""
 
 
@@ -67,7 +67,7 @@ class ObservingBackend:
 
         return run
 
-    def observed(self, captured: Captured) -> tuple[fx.GraphModule, list[Observed]]:
+    def observed(self, captured: Captured) -> tuple[fx.GraphModule, list[SlotIdentity]]:
         """The graph with the tokens of its slots as its last results, and whose they are."""
         found = find(captured)
         self.refusals += found.refusals
@@ -78,7 +78,7 @@ class ObservingBackend:
             new.meta = dict(old.meta)
         symbols = Symbols(captured, graph, copies, set())
         end = graph.output(tuple(results) if isinstance(results, (list, tuple)) else (results,))
-        slots: dict[Any, Observed] = {}
+        slots: dict[Any, SlotIdentity] = {}
         tokens: list[fx.Node] = []
         for site in found.sites:
             for slot, role in ((site.key, Role.KEY), (site.value, Role.VALUE)):
@@ -87,7 +87,7 @@ class ObservingBackend:
                     # What a cache holds is what it is given where the attention stands: later writes are none of it.
                     first = min((copies[node] for node in site.attention.nodes), key=list(graph.nodes).index)
                     tokens.append(_tokens(Emitter(graph, first, symbols.of, copies), slot, role))
-                    slots[slot.part] = Observed(site.path, role)
+                    slots[slot.part] = SlotIdentity(site.path, role)
         end.args = ((*end.args[0], *tokens),)  # type: ignore[misc]
         graph.lint()
         return fx.GraphModule(captured.module, graph), list(slots.values())
