@@ -45,7 +45,7 @@ from kvcompile.runtime.handle.views import DecodedView
 from kvcompile.runtime.store.growth import Growth
 from kvcompile.runtime.store.live_caches import LiveCaches
 from kvcompile.settings import Settings, Validate
-from kvcompile.validation import Outcome, Verdict, verdicts
+from kvcompile.validation import SiteOutcome, Verdict, verdicts
 from kvcompile.variants import Code, InnerCompiler, Variants, parameters
 
 log = logging.getLogger(__name__)
@@ -57,8 +57,8 @@ BLIND = (
 
 
 REFUSED = {
-    Outcome.DIFFERENT: ("its rewritten twin does something else", "please report this module: the matcher reads it wrongly"),
-    Outcome.UNKNOWN: (
+    SiteOutcome.DIFFERENT: ("its rewritten twin does something else", "please report this module: the matcher reads it wrongly"),
+    SiteOutcome.UNKNOWN: (
         "it could not be run beside its rewritten twin",
         "please report this module; validate=\"where possible\" rewrites what could not be validated, at your own risk",
     ),
@@ -218,13 +218,13 @@ class Compilation:
         if self.settings.validate is Validate.NEVER:
             return planned
         found = verdicts(captured, matched.effects, [item.site for item in planned.sites], self.examples, self.memory.verdicts)
-        accepted = {Outcome.EQUAL} | ({Outcome.UNKNOWN} if self.settings.validate is Validate.WHERE_POSSIBLE else set())
+        accepted = {SiteOutcome.EQUAL} | ({SiteOutcome.UNKNOWN} if self.settings.validate is Validate.WHERE_POSSIBLE else set())
         refused = {site.index: verdict for group, verdict in found if verdict.outcome not in accepted for site in group}
         self.report.unvalidated = tuple(
-            f"{site.path or site.line}: {verdict.reason}" for group, verdict in found if verdict.outcome is Outcome.UNKNOWN
+            f"{site.path or site.line}: {verdict.reason}" for group, verdict in found if verdict.outcome is SiteOutcome.UNKNOWN
             for site in group if site.index not in refused
         )
-        self.report.validated = sum(len(group) for group, verdict in found if verdict.outcome is Outcome.EQUAL)
+        self.report.validated = sum(len(group) for group, verdict in found if verdict.outcome is SiteOutcome.EQUAL)
         if any(verdict.differs_on_padding for _, verdict in found):
             self.report.notes = (BLIND,)
         if not refused:

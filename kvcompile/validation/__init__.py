@@ -21,13 +21,13 @@ from kvcompile.passes.graph.effects import Effects
 from kvcompile.passes.match.sites import LimitKind, Site
 from kvcompile.validation.coverage import Coverage
 from kvcompile.validation.cpu_program import plain, unguarded
-from kvcompile.validation.equivalence import Outcome, Verdict, first_step, tried
+from kvcompile.validation.equivalence import SiteOutcome, Verdict, first_step, tried
 from kvcompile.validation.sizes import MOST_ELEMENTS, captured_values, elements, hints, reductions
 from kvcompile.validation.subgraph import NotApart, Number, Outline, cut, fingerprint, outline, same, sites_by_shared_caches
 
 log = logging.getLogger(__name__)
 
-__all__ = ["Outcome", "Verdict", "verdicts"]
+__all__ = ["SiteOutcome", "Verdict", "verdicts"]
 
 
 @contextlib.contextmanager
@@ -52,7 +52,7 @@ def _tried(whole: Outline, number: Number, examples: Sequence[Any]) -> Verdict |
             if dtype is torch.float32:
                 raise
             continue
-        if verdict.outcome is not Outcome.UNKNOWN:
+        if verdict.outcome is not SiteOutcome.UNKNOWN:
             break
     return verdict
 
@@ -62,20 +62,20 @@ def _verdict(whole: Outline, examples: Sequence[Any]) -> Verdict:
     # The caller chooses the slots in a block table: those of the first step are valid.
     pooled = any(slot.block_table is not None for site in whole.sites for slot in site.slots)
     once = _first_step(whole, examples) if pooled else None
-    if once is not None and (once.outcome is Outcome.DIFFERENT or (once.outcome is Outcome.EQUAL and not _moves(whole))):
+    if once is not None and (once.outcome is SiteOutcome.DIFFERENT or (once.outcome is SiteOutcome.EQUAL and not _moves(whole))):
         return once
     try:
         verdict = _apart(whole, examples)
     except NotApart as reason:
-        verdict = Verdict(Outcome.UNKNOWN, str(reason))
-    if once is not None and verdict.outcome is Outcome.EQUAL and (most := _constant_limit(whole)):
-        verdict = Verdict(Outcome.UNKNOWN, f"a limit of {most} tokens was read in it, which smaller sizes do not reach")
-    if verdict.outcome is not Outcome.UNKNOWN or (once is None and (once := _first_step(whole, examples)) is None):
+        verdict = Verdict(SiteOutcome.UNKNOWN, str(reason))
+    if once is not None and verdict.outcome is SiteOutcome.EQUAL and (most := _constant_limit(whole)):
+        verdict = Verdict(SiteOutcome.UNKNOWN, f"a limit of {most} tokens was read in it, which smaller sizes do not reach")
+    if verdict.outcome is not SiteOutcome.UNKNOWN or (once is None and (once := _first_step(whole, examples)) is None):
         return verdict
-    if once.outcome is Outcome.DIFFERENT:
+    if once.outcome is SiteOutcome.DIFFERENT:
         return once
-    said = "its first step is equal" if once.outcome is Outcome.EQUAL else f"nor could its first step be compared: {once.reason}"
-    return Verdict(Outcome.UNKNOWN, f"{verdict.reason}; {said}")
+    said = "its first step is equal" if once.outcome is SiteOutcome.EQUAL else f"nor could its first step be compared: {once.reason}"
+    return Verdict(SiteOutcome.UNKNOWN, f"{verdict.reason}; {said}")
 
 
 def _constant_limit(whole: Outline) -> int:
@@ -104,12 +104,12 @@ def _first_step(whole: Outline, examples: Sequence[Any]) -> Verdict | None:
 def _apart(whole: Outline, examples: Sequence[Any]) -> Verdict:
     """Return the verdict on a program or, where it is large, on smaller versions of it: one that is equal is enough."""
     part = cut(whole)
-    verdict = Verdict(Outcome.UNKNOWN, "its sizes are too large to try, and a smaller program could not be made of it")
+    verdict = Verdict(SiteOutcome.UNKNOWN, "its sizes are too large to try, and a smaller program could not be made of it")
     try:
         small = elements(part, captured_values(part)) <= MOST_ELEMENTS
     except NotApart as reason:
         # Guards may tie a size to a large number, which a reduction makes small.
-        small, verdict = False, Verdict(Outcome.UNKNOWN, str(reason))
+        small, verdict = False, Verdict(SiteOutcome.UNKNOWN, str(reason))
     if small and (whole_size := _tried(whole, same, examples)):
         return whole_size
     for number in reductions(part):
@@ -119,9 +119,9 @@ def _apart(whole: Outline, examples: Sequence[Any]) -> Verdict:
             continue
         if made is None:
             continue
-        if made.outcome is Outcome.EQUAL:
+        if made.outcome is SiteOutcome.EQUAL:
             return made
-        verdict = made if verdict.outcome is not Outcome.DIFFERENT else verdict
+        verdict = made if verdict.outcome is not SiteOutcome.DIFFERENT else verdict
     return verdict
 
 
@@ -142,8 +142,8 @@ def verdicts(
                     known[key] = _verdict(whole, examples)
             found.append((group, known[key]))
         except NotApart as reason:
-            found.append((group, Verdict(Outcome.UNKNOWN, str(reason))))
+            found.append((group, Verdict(SiteOutcome.UNKNOWN, str(reason))))
         except Exception as error:
             log.debug("a site could not be validated", exc_info=True)
-            found.append((group, Verdict(Outcome.UNKNOWN, f"validation itself failed with {type(error).__name__}: {error}")))
+            found.append((group, Verdict(SiteOutcome.UNKNOWN, f"validation itself failed with {type(error).__name__}: {error}")))
     return found

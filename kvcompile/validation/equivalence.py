@@ -44,7 +44,7 @@ HOSTILE_ALLOWED = 1e-6
 """Error that is allowed in addition for scores 1e4 times larger: each is rounded by up to 1e7 * 2^-53, and so is its weight."""
 
 
-class Outcome(enum.Enum):
+class SiteOutcome(enum.Enum):
     """The result of a site's trial."""
 
     EQUAL = "validated"
@@ -59,7 +59,7 @@ class Verdict:
     ``differs_on_padding``: the results of queries that see no token differ, though all others are equal.
     """
 
-    outcome: Outcome
+    outcome: SiteOutcome
     reason: str = ""
     differs_on_padding: bool = False
 
@@ -205,10 +205,10 @@ def tried(part: Subgraph, examples: Sequence[Any]) -> Verdict:
         twin, covered = _Twin(part), Coverage(part)
         verdict = _tried(twin, arguments, captured_values(part), covered)
         # Sizes may depend on one another in ways that no guard shows; the captured ones fit.
-        if verdict.outcome is Outcome.UNKNOWN and elements(part, hints(part)) <= MOST_ELEMENTS:
+        if verdict.outcome is SiteOutcome.UNKNOWN and elements(part, hints(part)) <= MOST_ELEMENTS:
             verdict = _tried(twin, arguments, hints(part), covered)
     except NotApart as reason:
-        return Verdict(Outcome.UNKNOWN, str(reason))
+        return Verdict(SiteOutcome.UNKNOWN, str(reason))
     return verdict
 
 
@@ -217,7 +217,7 @@ def _tried(twin: _Twin, arguments: Arguments, values: Values, covered: Coverage)
     verdict = None
     for counters in countings(twin.part, arguments):
         found = _counting(twin, Sessions(twin.part, arguments, counters), values, covered)
-        if found.outcome is not Outcome.UNKNOWN:
+        if found.outcome is not SiteOutcome.UNKNOWN:
             return found
         verdict = verdict or found
     assert verdict is not None
@@ -239,7 +239,7 @@ def _counting(twin: _Twin, ways: Sessions, values: Values, covered: Coverage) ->
                         raise NotApart(f"over a table that is not the model's own {difference}")
                     state = f"{moment.start} tokens before it" + (", unwritten places not zero" if unwritten else "")
                     state += ", large scores and unusual masks" if moment.hostile else ""
-                    return Verdict(Outcome.DIFFERENT, f"{difference} (call {number + 1}, {state}, seed {SEED})")
+                    return Verdict(SiteOutcome.DIFFERENT, f"{difference} (call {number + 1}, {state}, seed {SEED})")
                 covered.add(moment.values)
                 done, telling = True, telling or (moment.start + arguments.tokens(moment) > 1 and not moment.hostile)
         except NotApart as reason:
@@ -251,13 +251,13 @@ def _counting(twin: _Twin, ways: Sessions, values: Values, covered: Coverage) ->
         except Exception as error:
             log.debug("a rewritten twin fails", exc_info=True)
             first = next(iter(str(error).splitlines()), "")
-            return Verdict(Outcome.DIFFERENT, f"it fails with {type(error).__name__}: {first} (seed {SEED})")
+            return Verdict(SiteOutcome.DIFFERENT, f"it fails with {type(error).__name__}: {first} (seed {SEED})")
     # A program for prompts of one token has no other call.
     if (telling or (done and not unknown)) and covered.wanted():
-        return Verdict(Outcome.UNKNOWN, covered.missing())
+        return Verdict(SiteOutcome.UNKNOWN, covered.missing())
     if telling or (done and not unknown):
-        return Verdict(Outcome.EQUAL, differs_on_padding=_differs_on_padding(twin, arguments, sessions))
-    return Verdict(Outcome.UNKNOWN, unknown or "no call of it could be made")
+        return Verdict(SiteOutcome.EQUAL, differs_on_padding=_differs_on_padding(twin, arguments, sessions))
+    return Verdict(SiteOutcome.UNKNOWN, unknown or "no call of it could be made")
 
 
 class _OfTheFirstStep(Arguments):
@@ -290,13 +290,13 @@ def first_step(part: Subgraph, examples: Sequence[Any]) -> Verdict:
         session.fill(moment, 1.0)
         difference = session.call(moment)
     except (NotApart, KvcompileError) as reason:
-        return Verdict(Outcome.UNKNOWN, str(reason))
+        return Verdict(SiteOutcome.UNKNOWN, str(reason))
     except Exception as error:
         log.debug("a rewritten twin fails", exc_info=True)
-        return Verdict(Outcome.DIFFERENT, f"it fails with {type(error).__name__}: {error} (the first step, seed {SEED})")
+        return Verdict(SiteOutcome.DIFFERENT, f"it fails with {type(error).__name__}: {error} (the first step, seed {SEED})")
     if difference:
-        return Verdict(Outcome.DIFFERENT, f"{difference} (the first step, seed {SEED})")
-    return Verdict(Outcome.EQUAL)
+        return Verdict(SiteOutcome.DIFFERENT, f"{difference} (the first step, seed {SEED})")
+    return Verdict(SiteOutcome.EQUAL)
 
 
 def _differs_on_padding(twin: _Twin, arguments: Arguments, sessions: list[tuple[list[TrialCall], float]]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from kvcompile.validation.equivalence import Outcome, Verdict
+from kvcompile.validation.equivalence import SiteOutcome, Verdict
 
 
 class PersistentSet(Protocol):
@@ -28,10 +28,10 @@ class VerdictCache(dict[str, Verdict]):
             return True
         if self.persistent is None or not isinstance(key, str) or key not in self.persistent:
             return False
-        super().__setitem__(key, Verdict(Outcome.EQUAL))
+        super().__setitem__(key, Verdict(SiteOutcome.EQUAL))
         return True
 
     def __setitem__(self, key: str, verdict: Verdict) -> None:
         super().__setitem__(key, verdict)
-        if self.persistent is not None and verdict.outcome is Outcome.EQUAL and not verdict.differs_on_padding:
+        if self.persistent is not None and verdict.outcome is SiteOutcome.EQUAL and not verdict.differs_on_padding:
             self.persistent.add(key)

@@ -15,7 +15,7 @@ from kvcompile.lowering.certificate.report import Errors, decoded_with_radius, r
 from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.lowering.ops.operations import attend_body
 from kvcompile.schemes import Scheme, parse
-from kvcompile.schemes.certificate.bounds import Bound, Outward, Over
+from kvcompile.schemes.certificate.bounds import Bound, BoundUnit, Outward
 from kvcompile.schemes.certificate.policy import Certify
 from kvcompile.types import PAGE, Role
 
@@ -121,4 +121,4 @@ def test_a_radius_that_is_too_small_would_be_noticed() -> None:
     x = Draw(5).normal(1, 2, PAGE, 64)
     decoded, radius = decoded_with_radius(scheme, planes_of(scheme, x), spec)
     assert ((decoded - x).abs() > 0.9 * radius).any()
-    assert aten(Bound("any", scheme.radius(spec), Outward.UP, Over.CHANNEL, "1"))(step=torch.ones(())) >= 0.5
+    assert aten(Bound("any", scheme.radius(spec), Outward.UP, BoundUnit.CHANNEL, "1"))(step=torch.ones(())) >= 0.5

@@ -11,11 +11,11 @@ from torch._inductor import config
 import kvcompile
 from kvcompile.lowering import persistent_keys
 from kvcompile.lowering.persistent_keys import PersistentKeys
-from kvcompile.validation import Outcome, Verdict
+from kvcompile.validation import SiteOutcome, Verdict
 from kvcompile.validation.verdict_cache import VerdictCache
 
 CONTAINS = PersistentKeys.__contains__
-EQUAL, DIFFERENT = Verdict(Outcome.EQUAL), Verdict(Outcome.DIFFERENT, "it differs")
+EQUAL, DIFFERENT = Verdict(SiteOutcome.EQUAL), Verdict(SiteOutcome.DIFFERENT, "it differs")
 
 
 @pytest.fixture(autouse=True)

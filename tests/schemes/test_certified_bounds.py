@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvcompile.lowering.certificate import bound_printer
 from kvcompile.lowering.certificate.bound_printer import UnprintableBound, aten, aten_source, dtype_of, relative_error, slack, up32
 from kvcompile.schemes.certificate import bounds
-from kvcompile.schemes.certificate.bounds import BOUNDS, Bound, Outward, Over
+from kvcompile.schemes.certificate.bounds import BOUNDS, Bound, BoundUnit, Outward
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -77,7 +77,7 @@ def test_what_could_cancel_is_refused() -> None:
         with pytest.raises(UnprintableBound):
             relative_error(expression, 2.0**-24)
         with pytest.raises(UnprintableBound):
-            aten_source(Bound("wrong", expression, Outward.UP, Over.HEAD, "none"))
+            aten_source(Bound("wrong", expression, Outward.UP, BoundUnit.HEAD, "none"))
 
 
 def test_every_bound_says_its_theorem() -> None:

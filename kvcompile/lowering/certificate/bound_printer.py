@@ -21,7 +21,7 @@ import torch
 from sympy.printing.str import StrPrinter
 
 from kvcompile.errors import CompileError
-from kvcompile.schemes.certificate.bounds import CHANNELS, WEIGHT, Bound, Outward, Over, Rise
+from kvcompile.schemes.certificate.bounds import CHANNELS, WEIGHT, Bound, BoundUnit, Outward, Rise
 
 INPUT_ERRORS: dict[sympy.Symbol, float] = {WEIGHT: 2.0**-15, CHANNELS: 2.0**-12}
 """Relative errors of inputs that a kernel sums in float32: 16 exponentials of arguments above -104; up to 1,024 channels."""
@@ -136,7 +136,7 @@ class _TritonPrinter(_Aten):
 
 def dtype_of(bound: Bound) -> torch.dtype:
     """Return the dtype that a bound is evaluated in: float32 where there is one value a channel, else float64."""
-    return torch.float32 if bound.over is Over.CHANNEL else torch.float64
+    return torch.float32 if bound.over is BoundUnit.CHANNEL else torch.float64
 
 
 def _signed(bound: Bound) -> bool:

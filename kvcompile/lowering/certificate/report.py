@@ -31,7 +31,7 @@ from kvcompile.lowering.ops.operations import decodable, with_exact_rows
 from kvcompile.schemes import Scheme
 from kvcompile.schemes.base import _spread
 from kvcompile.schemes.certificate import bounds
-from kvcompile.schemes.certificate.bounds import Bound, Outward, Over
+from kvcompile.schemes.certificate.bounds import Bound, BoundUnit, Outward
 from kvcompile.schemes.rotation import Rotation, rounding
 from kvcompile.types import Role, SlotSpec
 
@@ -55,7 +55,7 @@ def decoded_with_radius(scheme: Scheme, planes: Sequence[torch.Tensor], slot: Sl
     values = scheme.decode(tokens, slot)
     if not fmt.scaled:
         return values, torch.zeros_like(values)
-    bound = Bound(f"radius of {scheme.name}", expression, Outward.UP, Over.CHANNEL, "1")
+    bound = Bound(f"radius of {scheme.name}", expression, Outward.UP, BoundUnit.CHANNEL, "1")
     stored = {"step": _spread(tokens[1], fmt).abs()}
     if fmt.zeros:
         stored["zero"] = _spread(tokens[2], fmt).abs()

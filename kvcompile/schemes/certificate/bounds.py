@@ -95,7 +95,7 @@ class Outward(enum.Enum):
     DOWN = "down"
 
 
-class Over(enum.Enum):
+class BoundUnit(enum.Enum):
     """The unit for which an expression is evaluated; sums run over this unit."""
 
     CHANNEL = "channel"
@@ -110,7 +110,7 @@ class Bound:
     name: str
     expression: sympy.Expr
     outward: Outward
-    over: Over
+    over: BoundUnit
     theorem: str
 
     @property
@@ -160,48 +160,52 @@ OWN, GUARD, TAIL = _symbols("own guard tail")
 """own: the rounding of a logit with exact keys."""
 
 RADIUS = Bound(
-    "radius", STEP / 2 + sympy.Float(2.0**-20) * (ZERO + 128 * STEP) + TINY, Outward.UP, Over.CHANNEL,
+    "radius", STEP / 2 + sympy.Float(2.0**-20) * (ZERO + 128 * STEP) + TINY, Outward.UP, BoundUnit.CHANNEL,
     "1: half a step; float32 rounding of (k - zero) / step, of code * step + zero and of the zero point, all below 2^-20 of their operands",
 )
 ROUNDING = Bound(
     "rounding", sympy.Float(1.01) * UNIT * (TERMS * SCALE * QUERY_NORM * (MU + KAPPA) + 4 * PEAK + 16 * CAP) + TINY * (1 + SCALE),
-    Outward.UP, Over.BLOCK, "6: n-term dot product by Cauchy-Schwarz, addition of a bias, tanh of a softcap",
+    Outward.UP, BoundUnit.BLOCK, "6: n-term dot product by Cauchy-Schwarz, addition of a bias, tanh of a softcap",
 )
 DEVIATION = Bound(
-    "deviation", sympy.Min(SCALE * CHANNELS, SCALE * QUERY_NORM * KAPPA) + ROUNDING.expression, Outward.UP, Over.BLOCK,
+    "deviation", sympy.Min(SCALE * CHANNELS, SCALE * QUERY_NORM * KAPPA) + ROUNDING.expression, Outward.UP, BoundUnit.BLOCK,
     "1 and 6: Delta_b of a block whose keys are codes",
 )
 CODED = Bound(
     "coded",
     DEVIATION.expression + sympy.Float(1.01) * UNIT * SCALE * CHANNELS * (510 * (TENSOR_STEP * TERMS / 16 + 8) + 512 * TERMS)
     + sympy.Float(1.01) * UNIT * SCALE * QUERY_NORM * MU * (TERMS**2 / 64 + 2) + TINY * SCALE * QUERY_NORM,
-    Outward.UP, Over.BLOCK, "1, 6 and 9: Delta_b of a block of codes that are multiplied on tensor cores",
+    Outward.UP, BoundUnit.BLOCK, "1, 6 and 9: Delta_b of a block of codes that are multiplied on tensor cores",
 )
 KEY_TERM = Bound(
-    "key_term", WEIGHT * sympy.exp(GAP + DELTA) * Rise(DELTA) * (NU + CENTER), Outward.UP, Over.BLOCK,
+    "key_term", WEIGHT * sympy.exp(GAP + DELTA) * Rise(DELTA) * (NU + CENTER), Outward.UP, BoundUnit.BLOCK,
     "2: numerator, times the common exp(m); exp(Delta) (1 - exp(-Delta)) is exp(Delta) - 1 without cancellation",
 )
-LEAST_TERM = Bound("least_term", WEIGHT * sympy.exp(GAP - DELTA), Outward.DOWN, Over.BLOCK, "2: denominator, R at least")
-MOST_TERM = Bound("most_term", WEIGHT * sympy.exp(GAP + DELTA), Outward.UP, Over.BLOCK, "1: mass of a block at most, before normalization")
-SHIFT_TERM = Bound("shift_term", WEIGHT * sympy.exp(GAP + DELTA) * Rise(DELTA), Outward.UP, Over.BLOCK, "3: numerator of the second form")
-TOTAL_TERM = Bound("total_term", WEIGHT * sympy.exp(GAP), Outward.DOWN, Over.BLOCK, "5: mass of a block before normalization")
-VALUE_TERM = Bound("value_term", WEIGHT * sympy.exp(GAP) * ETA, Outward.UP, Over.BLOCK, "5: numerator")
+LEAST_TERM = Bound("least_term", WEIGHT * sympy.exp(GAP - DELTA), Outward.DOWN, BoundUnit.BLOCK, "2: denominator, R at least")
+MOST_TERM = Bound(
+    "most_term", WEIGHT * sympy.exp(GAP + DELTA), Outward.UP, BoundUnit.BLOCK, "1: mass of a block at most, before normalization"
+)
+SHIFT_TERM = Bound(
+    "shift_term", WEIGHT * sympy.exp(GAP + DELTA) * Rise(DELTA), Outward.UP, BoundUnit.BLOCK, "3: numerator of the second form"
+)
+TOTAL_TERM = Bound("total_term", WEIGHT * sympy.exp(GAP), Outward.DOWN, BoundUnit.BLOCK, "5: mass of a block before normalization")
+VALUE_TERM = Bound("value_term", WEIGHT * sympy.exp(GAP) * ETA, Outward.UP, BoundUnit.BLOCK, "5: numerator")
 ACCUMULATION_TERM = Bound(
-    "accumulation_term", WEIGHT * sympy.exp(GAP) * UNIT * (CHAIN + 2 * sympy.Abs(GAP)) * (NU + ETA + VMAX), Outward.UP, Over.BLOCK,
+    "accumulation_term", WEIGHT * sympy.exp(GAP) * UNIT * (CHAIN + 2 * sympy.Abs(GAP)) * (NU + ETA + VMAX), Outward.UP, BoundUnit.BLOCK,
     "6: numerator; chain: rounding steps between a product and the output, and those of exp",
 )
 KEY = Bound(
     "key", sympy.Min(KEY_SUM / LEAST, 2 * VMAX * sympy.Min(SHIFT / TOTAL, sympy.tanh(DELTA_MAX / 2)), VMAX + CENTER) + TINY,
-    Outward.UP, Over.HEAD, "2, 3 and 4: the least of the centered bound, twice Vmax times the total variation, and the range",
+    Outward.UP, BoundUnit.HEAD, "2, 3 and 4: the least of the centered bound, twice Vmax times the total variation, and the range",
 )
-VALUE = Bound("value", VALUE_SUM / TOTAL, Outward.UP, Over.HEAD, "5")
+VALUE = Bound("value", VALUE_SUM / TOTAL, Outward.UP, BoundUnit.HEAD, "5")
 CENTER_NORM = Bound(
-    "center_norm", sympy.Min(NORM + VALUE_SUM, VMAX), Outward.UP, Over.HEAD, "2: |m'| <= |O_quant| + E_val + rounding, and <= Vmax"
+    "center_norm", sympy.Min(NORM + VALUE_SUM, VMAX), Outward.UP, BoundUnit.HEAD, "2: |m'| <= |O_quant| + E_val + rounding, and <= Vmax"
 )
-ACCUMULATION = Bound("accumulation", VALUE_SUM / TOTAL + TINY, Outward.UP, Over.HEAD, "6")
-OUTPUT_ROUNDING = Bound("output_rounding", OUT_UNIT * NORM + OUT_TINY, Outward.UP, Over.HEAD, "6: unit roundoff of the output's dtype")
-LARGEST_LOG_MASS = Bound("largest_log_mass", LOG_MASS + DELTA, Outward.UP, Over.BLOCK, "7")
-CONSISTENT = Bound("consistent", DELTA + OWN + GUARD, Outward.UP, Over.BLOCK, "8")
+ACCUMULATION = Bound("accumulation", VALUE_SUM / TOTAL + TINY, Outward.UP, BoundUnit.HEAD, "6")
+OUTPUT_ROUNDING = Bound("output_rounding", OUT_UNIT * NORM + OUT_TINY, Outward.UP, BoundUnit.HEAD, "6: unit roundoff of the output's dtype")
+LARGEST_LOG_MASS = Bound("largest_log_mass", LOG_MASS + DELTA, Outward.UP, BoundUnit.BLOCK, "7")
+CONSISTENT = Bound("consistent", DELTA + OWN + GUARD, Outward.UP, BoundUnit.BLOCK, "8")
 
 BOUNDS: tuple[Bound, ...] = (
     RADIUS, ROUNDING, DEVIATION, CODED, KEY_TERM, LEAST_TERM, MOST_TERM, SHIFT_TERM, TOTAL_TERM, VALUE_TERM, ACCUMULATION_TERM, KEY, VALUE,
