@@ -16,6 +16,7 @@ from kvcompile.passes.graph.emit import Emitter, aten
 from kvcompile.passes.graph.shapes import value_of
 from kvcompile.passes.match.mask.masks import hidden_at, hiding
 from kvcompile.passes.match.sites import Bounds, MaskKind, MaskTerm, Site
+from kvcompile.passes.rewrite.call_rows import rows_of_call
 from kvcompile.passes.rewrite.visibility import Visibility
 
 
@@ -30,7 +31,7 @@ def _per_row(term: MaskTerm) -> bool:
 
 def shown(emit: Emitter, term: MaskTerm, site: Site) -> fx.Node:
     """Return which tokens a mask term lets through, bool [B or 1, H or 1, S or 1, T]."""
-    node = emit.copies[term.node]
+    node = rows_of_call(emit, term.node, term.roles, site)
     if term.kind is MaskKind.ADD:
         # Not "greater than": NaN hides nothing.
         node = emit.call(aten.logical_not.default, emit.call(aten.le.Scalar, node, hidden_at(term)))

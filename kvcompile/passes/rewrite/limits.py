@@ -19,6 +19,7 @@ from kvcompile.passes.graph.shapes import size_along, value_of
 from kvcompile.passes.match.mask.reach import exceeds, unbounded
 from kvcompile.passes.match.sites import Limit, LimitKind, Site
 from kvcompile.passes.plan.plan import SitePlan
+from kvcompile.passes.rewrite.call_rows import rows_of_call
 from kvcompile.passes.rewrite.context import Context, device_of
 from kvcompile.passes.rewrite.masks import bias_of, last_seen
 from kvcompile.passes.rewrite.planes import Planes
@@ -78,7 +79,7 @@ def _keep(emit: Emitter, site: Site) -> fx.Node | None:
     if site.bounds.keep is None:
         return None
     mask, roles = site.bounds.keep
-    keep = emit.arrange(emit.copies[mask], roles, ("B", "T"))
+    keep = emit.arrange(rows_of_call(emit, mask, roles, site), roles, ("B", "T"))
     return keep if value_of(mask).dtype == torch.bool else emit.call(aten.to.dtype, keep, torch.bool)
 
 
@@ -89,7 +90,7 @@ def _limit(context: Context, emit: Emitter, limit: Limit, item: SitePlan) -> fx.
     count = size_along(site.attention.q, site.attention.q_roles, "S", site.attention.folded)
     read = not facts.written or site.key.block_table is not None
     if limit.node is not None and (read or context.variant is not Variant.FRESH):
-        return _from_tensor(emit, limit, limit.node)
+        return _from_tensor(emit, limit, limit.node, site)
     if kind in {LimitKind.OWN, LimitKind.NODE}:
         # The runtime takes the fresh variant only where tensors of limits are 0, 1, 2, ...
         return emit.positions(count, _offset(emit, limit), device)
@@ -104,9 +105,9 @@ def _limit(context: Context, emit: Emitter, limit: Limit, item: SitePlan) -> fx.
     return whole if seen is None else emit.call(aten.minimum.default, seen, whole)
 
 
-def _from_tensor(emit: Emitter, limit: Limit, origin: fx.Node) -> fx.Node:
+def _from_tensor(emit: Emitter, limit: Limit, origin: fx.Node, site: Site) -> fx.Node:
     """A limit that is counted from a tensor of the graph."""
-    node = emit.copies[origin]
+    node = rows_of_call(emit, origin, limit.roles, site)
     if value_of(origin).dtype != torch.int64:
         node = emit.call(aten.to.dtype, node, torch.int64)
     offset = _offset(emit, limit)

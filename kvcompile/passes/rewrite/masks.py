@@ -14,6 +14,7 @@ from kvcompile.passes.graph.shapes import same, value_of
 from kvcompile.passes.match.mask.masks import hiding
 from kvcompile.passes.match.sites import MaskKind, MaskTerm, Site
 from kvcompile.passes.plan.plan import SitePlan
+from kvcompile.passes.rewrite.call_rows import rows_of_call
 from kvcompile.passes.rewrite.left_padding import shown
 
 
@@ -29,7 +30,7 @@ def joined(emit: Emitter, item: SitePlan, terms: Sequence[MaskTerm], tokens: Any
     combined: fx.Node | None = None
     boolean = True
     for term in terms:
-        node = emit.copies[term.node]
+        node = rows_of_call(emit, term.node, term.roles, item.site)
         dtype = value_of(term.node).dtype
         is_bool = term.kind is not MaskKind.ADD
         if is_bool and dtype != torch.bool:
