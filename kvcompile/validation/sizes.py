@@ -159,7 +159,7 @@ def others(part: Subgraph, values: Values, wanted: Callable[[], set[Any]]) -> It
 
 
 def _small(part: Subgraph, values: Values, base: Values) -> bool:
-    """Return whether all sizes are small or at most twice those of ``base``, and no tensor of the program has more than MOST elements."""
+    """Return whether all sizes are small or at most twice those of ``base``, and no tensor of the program is too large to try."""
     return all(value <= max(4 * SMALL, 2 * base[symbol]) for symbol, value in values.items()) and elements(part, values) <= MOST_ELEMENTS
 
 
