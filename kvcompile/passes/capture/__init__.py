@@ -1,1 +1,1 @@
-"""Capture: from Dynamo's graph to ATen, sizes symbolic, in the forms that recognisers read."""
+"""Capture: from Dynamo's graph to an ATen graph with symbolic sizes, normalised to the patterns that the matcher recognises."""

@@ -1,8 +1,8 @@
-"""Attributes: tensors that Dynamo left in its graph, as inputs like all others.
+"""Attributes: tensors that Dynamo left as attributes of its graph become inputs like all others.
 
-Parameters and buffers are inputs of the graphs that Dynamo makes. Under Inductor's ``freezing`` (or Dynamo's ``prepare_freezing``), and
-where the user marked their address as static with a guard, they are attributes of the graph, and a cache may be among them. Here each
-becomes an input behind the caller's own, so that what follows knows one kind of tensor; who runs the graph passes the tensors.
+Parameters and buffers usually are inputs of Dynamo's graphs. Under Inductor's ``freezing`` (or Dynamo's ``prepare_freezing``), and where
+the user marked their address as static with a guard, they are attributes, and a cache may be among them. Here each becomes an input
+behind the caller's own, so that later passes handle one kind of tensor; the caller of the graph passes these tensors.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from torch import fx
 from kvcompile.passes.graph.dynamo import FakeTensor
 
 SOURCES = "_param_name_to_source"
-"""Where Dynamo says of an attribute of its graph which value of the program it is."""
+"""Attribute of Dynamo's graph: from attribute names to the sources (program values) that they come from."""
 STATIC = "_dynamo_static_input_type"
-"""The mark of an input whose address stays from call to call; "unguarded" ones are looked at before a CUDA graph is replayed."""
+"""Key of an input's metadata: its address is static. Inductor checks "unguarded" ones before it replays a CUDA graph."""
 
 
 @dataclass(frozen=True)
 class Lifted:
-    """Dynamo's graph without attributes that are tensors, and the tensors that its last inputs are, each once."""
+    """Dynamo's graph with tensor attributes turned into its last inputs, and the tensors for these inputs, without repeats."""
 
     module: fx.GraphModule
     tensors: tuple[torch.Tensor, ...] = field(default=(), repr=False)
 
 
 def lifted(gm: fx.GraphModule) -> Lifted:
-    """Return the graph with an input for every tensor that it has as an attribute or inside of a module that it calls."""
+    """Return ``gm`` with one more input for each tensor that is its attribute or belongs to a module that it calls; ``gm`` if none does."""
     found = _tensors(gm)
     if not found:
         return Lifted(gm)
@@ -67,7 +67,7 @@ def lifted(gm: fx.GraphModule) -> Lifted:
 
 
 def _tensors(gm: fx.GraphModule) -> dict[str, torch.Tensor]:
-    """The tensors, by their path, that nodes of the graph get or that modules hold which it calls."""
+    """Return all tensors, by dotted path, that ``get_attr`` nodes read or that called modules own."""
     found: dict[str, torch.Tensor] = {}
     for node in gm.graph.nodes:
         if node.op == "get_attr":

@@ -1,8 +1,7 @@
-"""Capture: Dynamo's graph, retraced to ATen before dispatch, in-place writes and SDPA whole, sizes symbolic.
+"""Capture: retrace Dynamo's graph to ATen before dispatch, with in-place writes and SDPA kept whole and symbolic sizes.
 
-``make_fx(pre_dispatch=True)`` under Dynamo's own fake mode keeps ``aten.scaled_dot_product_attention``
-and every cache write as one node each, whatever Python wrapped them. The result is not functional:
-order carries meaning, and ``effects`` is what reads it.
+``make_fx(pre_dispatch=True)`` under Dynamo's own fake mode keeps ``aten.scaled_dot_product_attention`` and every cache write as one node
+each, however Python wrapped them. The result is not functional: the order of nodes matters, and ``graph.effects`` analyses it.
 """
 
 from __future__ import annotations
@@ -42,9 +41,10 @@ RUNTIME = str(Path(__file__).resolve().parents[2] / "runtime")
 
 @dataclass(frozen=True)
 class Input:
-    """One placeholder: its node, Dynamo's name for it, whether a compressed cache arrived there, whether it owns its memory.
+    """One input of the captured graph: its ATen node, and Dynamo's source name and placeholder for it.
 
-    ``parameter``: where it was a parameter that Dynamo's graph had as an attribute, that one, while it lives.
+    ``compressed``: a compressed cache was passed there. ``owned``: its memory is its own, not a view of another tensor's.
+    ``parameter``: a weak reference, for a parameter that Dynamo's graph had as an attribute; else None.
     """
 
     index: int
@@ -55,14 +55,14 @@ class Input:
     owned: bool = True
     parameter: weakref.ref[torch.nn.Parameter] | None = field(default=None, repr=False)
     learned: bool = False
-    """Whether a parameter arrived there, which no call fills: attention over it is over no cache."""
+    """Whether an ``nn.Parameter`` was passed there: no call writes to it, so attention over it reads no cache."""
     returned: bool = False
-    """Whether a tensor arrived there that a compiled call made and gave to its caller."""
+    """Whether the tensor passed there was returned by an earlier compiled call."""
 
 
 @dataclass(frozen=True)
 class Captured:
-    """The ATen graph with what Dynamo knows of its inputs."""
+    """The ATen graph, its inputs and their fake values, Dynamo's original graph and the fake mode."""
 
     module: fx.GraphModule
     inputs: tuple[Input, ...]
@@ -85,7 +85,7 @@ def _fake_mode(example_inputs: Sequence[object]) -> FakeTensorMode:
 
 
 def _static(mode: FakeTensorMode, value: torch.Tensor, fake: object) -> object:
-    """Return the fake value of an attribute, whose sizes never change: Dynamo may have made symbols of them, which no input tells."""
+    """Return ``fake`` if its sizes are integers, else a fake with the sizes of ``value``: no input carries symbols for an attribute."""
     if isinstance(fake, torch.Tensor) and all(isinstance(size, int) for size in (*fake.shape, *fake.stride(), fake.storage_offset())):
         return fake
     with DisableTorchFunctionSubclass(), mode:
@@ -100,8 +100,8 @@ def _fakify(mode: FakeTensorMode, value: object, compressed: bool) -> object:
     source = symbolic.tensor_source if symbolic is not None else None  # type: ignore[attr-defined]
     with DisableTorchFunctionSubclass():
         if compressed:
-            # What is compressed looks to the graph as the dense tensor that it stands for; the real
-            # one has zero strides, which no view in the model was written for.
+            # A compressed cache is traced as the dense tensor that it represents: the real one has zero strides, which views in the model
+            # do not expect.
             plain = value.as_subclass(torch.Tensor)
             seen = mode.from_tensor(plain, symbolic_context=symbolic, source=source)
             with mode:
@@ -110,7 +110,7 @@ def _fakify(mode: FakeTensorMode, value: object, compressed: bool) -> object:
 
 
 def _without_our_frames(trace: str) -> str:
-    """A stack trace without the frames of a compressed cache's dispatch, so that the model's line is the innermost."""
+    """Return a stack trace without the frames of our runtime, so that the model's line is the innermost."""
     mark = "  File "
     return mark.join(frame for frame in trace.split(mark) if not frame.startswith(f'"{RUNTIME}'))
 
@@ -120,7 +120,7 @@ def _parameter(value: object) -> weakref.ref[torch.nn.Parameter] | None:
 
 
 def _stays(node: fx.Node) -> bool:
-    """Whether a node stays where nothing reads its result: all but ATen operators that write to nothing."""
+    """Return whether dead-code elimination must keep an unread node: everything but ATen operators without side effects."""
     target = node.target
     return node.op != "call_function" or not isinstance(target, OpOverload) or target._schema.is_mutable or node.is_impure()
 
@@ -130,9 +130,10 @@ def capture(
     owns_memory: Callable[[Any], bool] = lambda value: True, attributes: int = 0,
     is_returned: Callable[[object], bool] = lambda value: False,
 ) -> Captured:
-    """Retrace Dynamo's graph to ATen; raises whatever tracing raises, which the backend turns into a refusal.
+    """Retrace Dynamo's graph ``gm`` to ATen and normalise it; errors of tracing pass through, and the backend turns them into refusals.
 
-    ``attributes``: how many of the last inputs were attributes of Dynamo's graph (``attributes.lifted``).
+    ``is_compressed``, ``owns_memory`` and ``is_returned`` give the facts of ``Input`` for an example input. The last ``attributes`` inputs
+    were attributes of Dynamo's graph (``attributes.lifted``).
     """
     mode = _fake_mode(example_inputs)
     flags = [is_compressed(value) for value in example_inputs]
@@ -159,7 +160,7 @@ def capture(
     except Stays:
         log.debug("flex attention stays as it is", exc_info=True)
         module = traced(spell_out=False)
-    # What nothing reads is no reader of scores or caches either.
+    # An unread node must not count as a reader of scores or caches.
     module.graph.eliminate_dead_code(_stays)
     with mode:
         write_in_place(module.graph)

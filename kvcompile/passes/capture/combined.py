@@ -1,8 +1,8 @@
-"""Combinations of attention weights times values, in the form that recognisers know: each softmax times the values by itself.
+"""Combined attention weights: rewrite their product with values as a combination of products, one for each softmax.
 
     (softmax(s1) - lam * softmax(s2)) @ v    is    softmax(s1) @ v - lam * (softmax(s2) @ v)
 
-for factors that are the same for all tokens. Differential attention is written so, and weights that a gate of each query scales.
+for factors that are equal for all cached tokens. Differential attention has this form, and so have weights scaled by a gate per query.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ aten = torch.ops.aten
 
 SOFTMAX = named(Kind.SOFTMAX)
 THROUGH = COPIES | {"nan_to_num", "masked_fill", "where", "select", "view", "unsqueeze", "exp"}
-"""What may stand between a softmax and the combination."""
+"""Operators that may occur between a softmax and the combination."""
 
 Call = Callable[..., fx.Node]
 
 
 @dataclass(frozen=True)
 class _SoftmaxTerm:
-    """One softmax of a combination: times ``factors``, tensors or numbers, in the dtypes that it is cast to on its way."""
+    """One softmax of a combination: its ``weights`` node, cast to ``casts`` in order, times (or divided by) ``factors``."""
 
     weights: fx.Node
     factors: tuple[tuple[fx.Node | float, bool], ...] = ()
-    """Each with whether it divides."""
+    """Pairs (tensor or number, whether it divides)."""
     casts: tuple[torch.dtype, ...] = ()
 
 
 def combine_behind(graph: fx.Graph) -> None:
-    """Turn every product of combined attention weights and values into the combination of products, in place."""
+    """Rewrite in place every product of combined attention weights and values as the combination of products."""
     products = [node for node in graph.nodes if op_name(node) in {"matmul", "bmm", "einsum"} and _letters(node) is not None]
     effects = None
     for node in products:
@@ -56,19 +56,19 @@ def combine_behind(graph: fx.Graph) -> None:
         if any(_depends(item, parts) for part in parts for item, _ in part.factors):
             continue
         if any(effects.writes_between(item, item, node) for part in parts for item, _ in part.factors if is_tensor(item)):
-            # A factor is read where the product is, and not where it was.
+            # The rewrite reads a factor at the product, later than the original: a write between the two would change it.
             continue
         _turn(graph, node, parts, effects)
         for item in sorted(inside, reverse=True):
             graph.erase_node(item)
 
 
-# --- what is combined --------------------------------------------------------------------------------
+# --- terms of a combination --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Letters:
-    """A product of weights and values: letters of the weights' dims, of the result's, and which of the weights' are the tokens."""
+    """Dims of a product of weights and values as letters: the weights', the result's, and the index of the weights' token dim."""
 
     weights: str
     result: str
@@ -84,14 +84,14 @@ def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node]:
 
 
 def _letters(node: fx.Node) -> _Letters | None:
-    """How the dims of a product's first operand run in its result; None where that is no plain product over one dim."""
+    """Return the dims of a product's first operand and result as letters; None unless it sums over exactly one dim."""
     if op_name(node) != "einsum":
         first, second = _operands(node)
         if not is_tensor(first) or not is_tensor(second) or min(rank(first), rank(second)) < 2:
             return None
         own, result = rank(first), rank(node)
         names = "abcdefghijkl"[:result]
-        # Dims aligned right; the last one of the weights is summed over, the last one of the result is the values'.
+        # Dims are aligned from the right. The weights' last dim is summed over; the result's last dim is the values'.
         return _Letters(names[result - own : -1] + "z", names, own - 1) if own <= result <= 12 else None
     text = bind(node)["equation"].replace(" ", "")
     if len(bind(node)["tensors"]) != 2 or "->" not in text or "." in text:
@@ -104,7 +104,7 @@ def _letters(node: fx.Node) -> _Letters | None:
 
 
 def _parts(node: Any, tokens: int) -> list[_SoftmaxTerm] | None:
-    """The softmaxes that a value is a combination of; None where it is something else. ``tokens``: the dim of the cached tokens."""
+    """Return the softmax terms that add up to ``node``; None if it is no such combination. ``tokens``: the dim of cached tokens."""
     name = op_name(node)
     if not is_tensor(node):
         return None
@@ -137,7 +137,7 @@ def _times(part: _SoftmaxTerm, factor: Any, divides: bool) -> _SoftmaxTerm:
 
 
 def _is_factor(item: Any, node: fx.Node, tokens: int) -> bool:
-    """Whether something is a number, or a tensor that is the same for all cached tokens; no mask."""
+    """Return whether ``item`` is a finite nonzero number, or a floating-point tensor of size 1 along the dim of cached tokens."""
     if (value := constant(item)) is not None:
         return value != 0.0 and math.isfinite(value)
     if not is_tensor(item) or not value_of(item).dtype.is_floating_point:
@@ -148,7 +148,7 @@ def _is_factor(item: Any, node: fx.Node, tokens: int) -> bool:
 
 
 def _is_weights(node: Any) -> bool:
-    """Whether a softmax stands behind a value, a few steps away."""
+    """Return whether a node comes from a softmax, or from exponentials divided by their sum, within eight steps."""
     for _ in range(8):
         if op_name(node) in SOFTMAX:
             return True
@@ -164,7 +164,7 @@ def _is_weights(node: Any) -> bool:
 
 
 def _between(node: fx.Node, parts: list[_SoftmaxTerm]) -> Iterator[fx.Node]:
-    """The nodes of a combination, without its softmaxes and factors."""
+    """Yield the nodes between the combination ``node`` and its softmaxes and factors, these excluded."""
     leaves = {part.weights for part in parts} | {item for part in parts for item, _ in part.factors if isinstance(item, fx.Node)}
     stack = [node]
     while stack:
@@ -175,7 +175,7 @@ def _between(node: fx.Node, parts: list[_SoftmaxTerm]) -> Iterator[fx.Node]:
 
 
 def _depends(item: object, parts: list[_SoftmaxTerm]) -> bool:
-    """Whether a factor is made of the weights themselves, as a sum that they are divided by is."""
+    """Return whether a factor is computed from the weights themselves, such as a sum that they are divided by."""
     leaves = {part.weights for part in parts}
     first, stack, seen = min(leaves), [item], set()
     while stack:
@@ -189,10 +189,11 @@ def _depends(item: object, parts: list[_SoftmaxTerm]) -> bool:
     return False
 
 
-# --- the combination of products ---------------------------------------------------------------------
+# --- combination of products ---------------------------------------------------------------------
 
 
 def _turn(graph: fx.Graph, product: fx.Node, parts: list[_SoftmaxTerm], effects: Effects) -> None:
+    """Replace ``product`` by the sum of one product for each of ``parts``, scaled and cast as before."""
     def call(target: Any, *args: Any) -> fx.Node:
         with graph.inserting_before(product):
             node = graph.call_function(target, args)
@@ -227,14 +228,14 @@ def _turn(graph: fx.Graph, product: fx.Node, parts: list[_SoftmaxTerm], effects:
 
 
 def _with_first(product: fx.Node, weights: fx.Node) -> tuple[Any, ...]:
-    """The arguments of a product with other weights."""
+    """Return the arguments of ``product`` with its first operand replaced by ``weights``."""
     if op_name(product) == "einsum":
         return (product.args[0], [weights, product.args[1][1]], *product.args[2:])  # type: ignore[index]
     return (weights, *product.args[1:])
 
 
 def _lined_up(call: Call, factor: fx.Node, letters: _Letters) -> fx.Node:
-    """A factor of the weights, aligned right with these, as one of the result."""
+    """Return a factor that broadcasts against the weights, reshaped to broadcast against the product's result."""
     names = list(letters.weights[len(letters.weights) - rank(factor) :])
     summed = letters.weights[letters.tokens]
     if summed in names:

@@ -1,8 +1,8 @@
-"""flex_attention in products and a softmax: its score and mask functions, run once over whole index grids.
+"""flex_attention as plain products and a softmax: its score and mask functions are run once over broadcast index grids.
 
-The two functions are pointwise by contract, so grids that broadcast give what one call for every element would;
-the reference implementation maps them the same way. The block mask's lists of blocks only say what may be skipped,
-and are not read. Where scores are left as they are it is scaled_dot_product_attention with a mask.
+Both functions are pointwise by contract, so one call over grids equals one call for each element; the reference implementation maps
+them in the same way. The block mask's lists of blocks only mark blocks to skip, and are not read. Where the score function returns
+scores unchanged, the result is scaled_dot_product_attention with a mask.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from kvcompile.passes.graph.dynamo import HigherOrderOperator, safe_softmax
 
 NAME = "flex_attention"
 CONSTANTS = {"new_ones", "ones", "device", "getattr"}
-"""What the mask function of no mask is made of."""
+"""Calls that occur in the mask function of an empty block mask (one that hides nothing)."""
 
 
 class Stays(Exception):
-    """Raised where flex attention cannot be spelled out: its functions do not work on whole grids."""
+    """Raised if flex attention cannot be written as plain operations: its functions fail on whole grids."""
 
 
 def is_flex(target: Any) -> bool:
-    """Whether a call's target is flex attention as Dynamo keeps it."""
+    """Return whether ``target`` is Dynamo's operator for flex attention."""
     return isinstance(target, HigherOrderOperator) and target.__name__ == NAME
 
 
 def operands(node: fx.Node) -> set[fx.Node]:
-    """Return the operands that a call of flex attention reads once it is spelled out: all but the block mask's lists."""
+    """Return the nodes that flex attention reads when written as plain operations: all operands but the block mask's lists."""
     q, k, v, score_mod, block_mask = node.args[:5]
     found = [q, k, v, score_mod, block_mask[-1], *node.args[5:], *node.kwargs.values()]  # type: ignore[index]
     read: set[fx.Node] = set()
@@ -52,7 +52,7 @@ def _hides_nothing(mask_mod: fx.GraphModule) -> bool:
 
 
 def _grid(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The indices of batch row, query head, query and key, each along its own dim of the scores."""
+    """Return the indices of batch row, query head, query and key, each as a grid along its own dim of the scores [B, H, S, T]."""
     counts = (q.size(0), q.size(1), q.size(2), k.size(2))
     return tuple(
         torch.arange(count, device=q.device).view([-1 if dim == at else 1 for dim in range(4)]) for at, count in enumerate(counts)
@@ -63,7 +63,10 @@ def explicit(
     used: Collection[int], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, score_mod: Any, block_mask: tuple[Any, ...], scale: float,
     kernel_options: dict[str, Any], score_buffers: tuple[Any, ...] = (), mask_buffers: tuple[Any, ...] = (),
 ) -> tuple[torch.Tensor, ...]:
-    """Compute flex attention over q [B, H, S, D], k and v [B, K, T, D] by plain operations; of its results those ``used`` are right."""
+    """Compute flex attention over q [B, H, S, D], k and v [B, K, T, D] by plain operations.
+
+    Returns (output, log-sum in base 2, maximum in base 2). Only results with an index in ``used`` are valid.
+    """
     del kernel_options
     grid, mask_mod = _grid(q, k), block_mask[-1]
     seen = None if _hides_nothing(mask_mod) else _single(mask_mod(*grid, *mask_buffers))
@@ -80,7 +83,7 @@ def explicit(
     if seen is not None:
         scores = scores.masked_fill(~seen, -torch.inf)
     out = safe_softmax(scores, -1).to(q.dtype) @ v
-    # Both in base two, as the kernels count.
+    # The kernels report both in base 2.
     total = scores.logsumexp(-1) / math.log(2) if 1 in used else out
     peak = scores.amax(-1) / math.log(2) if 2 in used else out
     return out, total, peak

@@ -1,9 +1,9 @@
-"""Floats: which of the caller's Python floats a graph may keep as symbols, and which it must be compiled for as they are.
+"""Floats: the caller's Python floats that a graph may keep as symbols, and those that it must be specialised for.
 
-Dynamo hands over a float that changed (with ``dynamic=True`` every float) as a tensor of one element and an ``item``. Inductor keeps one
-that only multiplies, divides or is added to tensors. For any other torch asks Dynamo to begin again with that float as a constant, and a
-guard on it; it says so while it compiles, and our variants are compiled when a call first needs them, where nobody listens any more. So
-all that is decided here, right behind the capture.
+Dynamo passes a float that changed (with ``dynamic=True`` every float) as a tensor of one element and an ``item``. Inductor keeps a
+symbolic float that only multiplies, divides, is added to or subtracted from tensors. For any other, torch asks Dynamo to restart with
+that float as a guarded constant. It asks during compilation, but our variants are compiled lazily, when Dynamo can no longer restart.
+So the decision is made here, right after the capture.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KEEPS = frozenset({"mul", "mul_", "div", "div_", "add", "add_", "sub", "sub_"})
 
 
 def require_constants(captured: Captured) -> None:
-    """Raise TensorifyScalarRestartAnalysis, which makes Dynamo begin again, where floats must be constants that are symbols yet."""
+    """Raise TensorifyScalarRestartAnalysis, upon which Dynamo restarts, if a float is a symbol that Inductor would not keep."""
     kept = _kept(captured.graph)
     names = {name for name in _floats(captured.fake_mode) if name not in kept and not TensorifyState.should_specialize(name)}
     for name in names:
@@ -37,9 +37,9 @@ def require_constants(captured: Captured) -> None:
 
 @contextmanager
 def constant_floats(graph: fx.Graph, fake_mode: Any) -> Iterator[None]:
-    """Let torch compile a graph after Dynamo was done with it: the floats that it does not have as symbols are constants, with a guard.
+    """Specialise floats that ``graph`` does not keep as symbols while torch compiles it after Dynamo has finished.
 
-    Where Dynamo listens nothing changes.
+    Does nothing while Dynamo is active (it has a tracing context).
     """
     if TracingContext.try_get() is not None:
         yield
@@ -53,7 +53,7 @@ def constant_floats(graph: fx.Graph, fake_mode: Any) -> Iterator[None]:
 
 
 def _floats(fake_mode: Any) -> set[str]:
-    """The names of all floats that were symbols at first, constants by now among them."""
+    """Return the names of all floats that were ever symbols, including floats that became constants."""
     return {str(symbol) for symbol in known_symbols(fake_mode.shape_env) if is_float_symbol(symbol)}
 
 
@@ -63,7 +63,7 @@ def _symbols(graph: fx.Graph) -> set[str]:
 
 
 def _kept(graph: fx.Graph) -> set[str]:
-    """The names of the floats that a graph reads in no way but those that Inductor keeps."""
+    """Return the names of symbolic floats with only such uses in the graph that Inductor keeps."""
     lost: set[str] = set()
     for node in graph.nodes:
         value = value_of(node)
@@ -73,7 +73,7 @@ def _kept(graph: fx.Graph) -> set[str]:
 
 
 def _keeps(user: fx.Node) -> bool:
-    """Whether an operand of ``user`` may be a symbolic float. A softcap, cap * tanh(x / cap), is what attention has as a number."""
+    """Return whether an operand of ``user`` may be a symbolic float. False in a softcap, cap * tanh(x / cap): attention needs a number."""
     if not is_tensor(user):
         return isinstance(value_of(user), torch.SymFloat)
     capped = any(op_name(node) == "tanh" for node in (*user.all_input_nodes, *user.users))

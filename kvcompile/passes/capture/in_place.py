@@ -1,11 +1,11 @@
-"""Caches that a functional graph updates out of place and copies back at its end, in the form that recognisers know: written in place.
+"""Functional caches: rewrite an update out of place that is copied back at the end as a write in place.
 
     keys = index_put(cache, [None, None, pos], k)        index_put_(cache, [None, None, pos], k)
     y = attention(q, keys)                          is   y = attention(q, cache)
     cache.copy_(keys)
 
-which is what ``torch.export`` and its decompositions make of a module that writes into its buffers. The two are one where nobody reads
-what the cache held before, once it is updated, and nobody else writes to it.
+``torch.export`` and its decompositions produce the left form from a module that writes into its buffers. Both are equal if nothing
+reads the cache's old contents after the update, and nothing else writes to it.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ WRITES = {
     "index_put": aten.index_put_, "_unsafe_index_put": aten.index_put_, "index_copy": aten.index_copy_, "scatter": aten.scatter_,
     "copy": aten.copy_,
 }
-"""Updates of a whole tensor that have an operator in place with the same operands."""
+"""Functional updates of a whole tensor, and the in-place operators with the same operands."""
 PARTS = {"slice_scatter": aten.slice.Tensor, "select_scatter": aten.select.int}
-"""Updates of a part of a tensor, and the view of that part."""
+"""Functional updates of a part of a tensor, and the operators that return a view of that part."""
 
 
 @dataclass(frozen=True)
 class _PartialUpdate:
-    """An update of a part of ``old``: what it becomes, the operator that gives a view of it, and that operator's other operands."""
+    """An update of a part of ``old`` to ``new``: ``view(old, *where, **named)`` is a view of that part."""
 
     old: Any
     new: Any
@@ -45,14 +45,14 @@ class _PartialUpdate:
 
 
 def _part(node: Any) -> _PartialUpdate | None:
-    """The part that a node updates; None where it updates none."""
+    """Return the partial update that ``node`` makes; None if it makes none."""
     if op_name(node) in PARTS:
         return _PartialUpdate(node.args[0], node.args[1], PARTS[op_name(node)], tuple(node.args[2:]), node.kwargs)
     return _entry(node) if op_name(node) == "where" and len(node.args) == 3 else None
 
 
 def _entry(node: Any) -> _PartialUpdate | None:
-    """A select_scatter as it is decomposed: where(arange(n) along a dim == index, the new entry along that dim, old)."""
+    """Match a decomposed select_scatter, where(arange(n) along a dim == index, new entry along that dim, old); None if it is none."""
     chosen, wide, old = node.args
     if op_name(chosen) != "eq" or op_name(wide) != "expand" or op_name(wide.args[0]) != "unsqueeze":
         return None
@@ -76,7 +76,7 @@ Call = Callable[..., fx.Node]
 
 
 def write_in_place(graph: fx.Graph) -> None:
-    """Turn every update of an input that is copied back into it into a write to it, in place."""
+    """Rewrite in place every update of an input that is copied back into the input as an in-place write to it."""
     copies = [node for node in graph.nodes if _copies_back(node)]
     effects = analyse(graph) if copies else None
     for copy in copies:
@@ -88,7 +88,7 @@ def write_in_place(graph: fx.Graph) -> None:
 
 
 def _copies_back(node: fx.Node) -> bool:
-    """Whether a node copies a tensor into an input of its shape and dtype."""
+    """Return whether a node copies a tensor, which something else reads too, into an input of equal shape and dtype."""
     if op_name(node) != "copy_":
         return False
     into, made = bind(node)["self"], bind(node)["src"]
@@ -99,7 +99,7 @@ def _copies_back(node: fx.Node) -> bool:
 
 
 def _updates(made: fx.Node, cache: fx.Node) -> list[fx.Node]:
-    """The updates that make a tensor out of the cache, in order; none where it is not made of it by updates alone."""
+    """Return the updates from ``cache`` to ``made``, in order; empty if anything but updates is between them."""
     found: list[fx.Node] = []
     while made is not cache:
         part = _part(made)
@@ -112,7 +112,7 @@ def _updates(made: fx.Node, cache: fx.Node) -> list[fx.Node]:
 
 
 def _alone(cache: fx.Node, updates: list[fx.Node], copy: fx.Node, effects: Effects) -> bool:
-    """Whether nobody but the updates and the copy writes, and nobody reads what one of the updates has replaced."""
+    """Return whether only the updates and the copy write to the cache, and nothing reads contents that an update has replaced."""
     if set(effects.writes_to(cache)) != {copy} or any(effects.writes_to(made) for made in updates):
         return False
     inputs = (node for node in effects.order if node.op == "placeholder" and node is not cache and is_tensor(node))
@@ -130,6 +130,7 @@ def _alone(cache: fx.Node, updates: list[fx.Node], copy: fx.Node, effects: Effec
 
 
 def _turn(graph: fx.Graph, cache: fx.Node, updates: list[fx.Node], copy: fx.Node, effects: Effects) -> None:
+    """Emit the updates as writes to ``cache``, and remove the updates and the copy."""
     for made in updates:
         def call(target: Any, *args: Any, made: fx.Node = made, **kwargs: Any) -> fx.Node:
             with graph.inserting_before(made):
@@ -149,7 +150,7 @@ def _turn(graph: fx.Graph, cache: fx.Node, updates: list[fx.Node], copy: fx.Node
 
 
 def _write(call: Call, made: fx.Node, place: fx.Node) -> None:
-    """Emit the writes to ``place`` that ``made`` is the update of: of a part of it where what the part becomes is an update too."""
+    """Emit writes to ``place``, a view of the cache, equal to the update ``made``; nested partial updates write to nested views."""
     name = op_name(made)
     if name in WRITES:
         overload = getattr(WRITES[name], made.target._overloadname)  # type: ignore[union-attr]
@@ -165,7 +166,7 @@ def _write(call: Call, made: fx.Node, place: fx.Node) -> None:
 
 
 def _is_part(node: Any, part: _PartialUpdate) -> bool:
-    """Whether a node is what the part held before it was updated."""
+    """Return whether ``node`` is the view of the part of ``part.old`` that ``part`` updates."""
     if not isinstance(node, fx.Node) or node.target is not part.view or node.args[0] is not part.old or node.kwargs != part.named:
         return False
     given: Any = node.args[1:]

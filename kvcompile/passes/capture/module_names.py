@@ -1,7 +1,7 @@
-"""Module names: the names of all modules of the model that Dynamo is compiling a part of, whether this part runs them or not.
+"""Module names: names of all modules of the model that is being compiled, including modules that this graph does not run.
 
-A graph says which modules its nodes came from. Where graphs break there are many graphs, and an entry of a policy may be meant for one
-that comes later. So the modules are asked that the frame holds whose graph this is, and those whose calls stand around it.
+A graph only names the modules of its own nodes. After a graph break there are several graphs, and a policy entry may name a module of
+a later one. So the names are read from the modules that the compiled frame holds, and from modules whose calls are on Python's stack.
 """
 
 from __future__ import annotations
@@ -17,16 +17,13 @@ from kvcompile.passes.graph.dynamo import traced_scopes
 from kvcompile.passes.graph.shapes import clean_path
 
 ROOT = re.compile(r"[LG]\['\w+'\]")
-"""What a module's name starts with in Dynamo's words: a local or a global variable of the frame that it compiles."""
+"""Start of a module's name in Dynamo's notation: a local or global variable of the frame that it compiles."""
 WRAPPER = "_orig_mod."
-"""What the names of a module start with in the module that ``torch.compile`` makes of it."""
+"""Prefix of module names inside of the module that ``torch.compile`` returns."""
 
 
 def module_names(gm: fx.GraphModule) -> frozenset[str] | None:
-    """Take a graph of Dynamo's while its frame is compiled; return all modules' names, by the paths of sites. None where one is not known.
-
-    A frame that was broken has the names that its sites get there, and those that they have in the modules which call it.
-    """
+    """Return all module names of the model, spelled as in sites; None if any is unknown. Call it while Dynamo compiles ``gm``."""
     scopes, roots = traced_scopes(), _roots(gm)
     if scopes is None or not roots:
         return None
@@ -40,19 +37,19 @@ def module_names(gm: fx.GraphModule) -> frozenset[str] | None:
 
 
 def _roots(gm: fx.GraphModule) -> set[str]:
-    """The variables that hold the modules of a graph, as ``L['self']``; empty where one has another name."""
+    """Return the variables that hold the graph's modules, such as ``L['self']``; empty if one has a name of another form."""
     stacks = [node.meta[STACK] for node in gm.graph.nodes if node.meta.get(STACK)]
     found = {ROOT.match(next(iter(stack.values()))[0]) for stack in stacks}
     return set() if None in found else {item[0] for item in found if item is not None}
 
 
 def _value(root: str, scopes: dict[str, dict[str, Any]]) -> Any:
-    """The value of a variable; None where there is none."""
+    """Return the value of a local or global variable; None if it does not exist."""
     return scopes[root[0]].get(root[3:-2])
 
 
 def _below(value: Any, name: str) -> set[str]:
-    """Return the dotted names of all modules under ``value``: a module itself, or an object that has modules as attributes."""
+    """Return the dotted names of all modules under ``value``, a module or an object with modules as attributes."""
     if isinstance(value, nn.Module):
         return {_joined(name, inner) for inner, _ in value.named_modules(remove_duplicate=False)}
     return {
@@ -66,7 +63,7 @@ def _joined(*names: str) -> str:
 
 
 def _calling() -> set[str]:
-    """Names of the modules whose calls are on Python's stack, as each of them calls its own."""
+    """Return the names of submodules of all modules with a call on Python's stack, relative to each of these."""
     found: set[str] = set()
     frame = sys._getframe()
     while frame is not None:

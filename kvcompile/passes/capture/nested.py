@@ -1,8 +1,7 @@
-"""Nested regions: Dynamo's graph in which every call of a region's graph is replaced by that graph's own nodes.
+"""Nested regions: inline every call of a region's graph into Dynamo's graph.
 
-``torch.compiler.nested_compile_region`` marks a function, say a layer, that Dynamo then traces once and calls many times
-(``invoke_subgraph``). Recognisers read one flat graph: an attention inside of a region that is called would stay dense unseen, and a
-cache written there would look unwritten.
+``torch.compiler.nested_compile_region`` marks a function, for example a layer, that Dynamo traces once and calls many times
+(``invoke_subgraph``). The matcher reads one flat graph: it would miss an attention inside of a region, or a cache write there.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ STACK = "nn_module_stack"
 
 
 def is_region(node: fx.Node) -> bool:
-    """Return whether a node calls a region's graph: operands (graph, name of the graph, its inputs)."""
+    """Return whether a node calls a region's graph, with arguments (graph, name of the graph, inputs)."""
     return node.op == "call_function" and getattr(node.target, "_name", "") == REGION
 
 
 def inlined(gm: Any) -> fx.GraphModule:
-    """Return the graph without calls of regions; the graph itself where it has none."""
+    """Return ``gm`` with all calls of regions inlined; ``gm`` itself if it has none."""
     if not any(map(is_region, gm.graph.nodes)):
         return gm
     graph, attributes, first = fx.Graph(), dict[str, Any](), dict[str, fx.Node]()
@@ -46,7 +45,7 @@ def inlined(gm: Any) -> fx.GraphModule:
 def _body(
     graph: fx.Graph, body: fx.GraphModule, name: str, inputs: Any, attributes: dict[str, Any], calls: tuple[fx.Node, fx.Node]
 ) -> Any:
-    """Copy a region's nodes and return its results; ``calls`` are the one that was traced and this one."""
+    """Copy a region's nodes into ``graph`` and return its results; ``calls`` are the region's first (traced) call and this one."""
     env: dict[fx.Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), inputs, strict=True))
     traced, here = (dict(call.meta.get(STACK) or {}) for call in calls)
     for node in body.graph.nodes:
@@ -71,7 +70,7 @@ def _copy(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, Any]) -> fx.Node:
 
 
 def _moved(inner: dict[str, Any], traced: dict[str, Any], here: dict[str, Any]) -> dict[str, Any]:
-    """Return the modules around a node of a region as the call ``here`` has them, from those that the traced call has."""
+    """Return the module stack of a region's node in the call ``here``, from its stack ``inner`` in the traced call."""
     if traced == here or not traced or not here:
         return inner
     before, after = (next(reversed(stack.values()))[0] for stack in (traced, here))

@@ -3,7 +3,7 @@
     keys = cat([memory, past, new], 2)              present = cat([past, new], 2)
     present = cat([past, new], 2)             is    keys = cat([memory, present], 2)
 
-as models with learned memory tokens write it, which attention reads ahead of the cache and the cache does not hold.
+as models write it with learned memory tokens: attention reads them before the cached tokens, and the cache does not store them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 def nest_joins(graph: fx.Graph) -> None:
-    """Turn every such join into one of two, in place."""
+    """Rewrite in place every concatenation of three parts, the last two of which are concatenated elsewhere, as two nested ones."""
     joins = [node for node in graph.nodes if op_name(node) in CONCATENATIONS and len(bind(node)["tensors"]) == 3]
     effects = analyse(graph) if joins else None
     for node in joins:
@@ -44,7 +44,7 @@ def nest_joins(graph: fx.Graph) -> None:
 
 
 def _twin(node: fx.Node, effects: Effects) -> fx.Node | None:
-    """The join of a join's last two parts, None where there is none that holds the same, or where one of the two is written to."""
+    """Return another concatenation of the last two parts of ``node``; None if there is none, or if one of both results is written to."""
     first, *rest = bind(node)["tensors"]
     if not all(is_tensor(part) for part in (first, *rest)):
         return None

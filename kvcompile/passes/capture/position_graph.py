@@ -1,7 +1,7 @@
-"""The prologue: the few nodes that compute write positions and limits, as a graph of its own.
+"""Position graph: the few nodes that compute write positions and limits, as a separate graph.
 
-The host runs it where it must know a position and may wait for it: when a filled cache is adopted and
-when an empty one is first written. In a decode step it never runs.
+The host runs it when it needs a position and may wait for it: when a filled cache is adopted, and when an empty one is first written.
+Decode steps never run it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvcompile.passes.graph.shapes import is_tensor
 
 
 def dataflow(captured: Captured, effects: Effects) -> nx.DiGraph:
-    """Return the graph of what every value is made from: its operands, and the writes that came before its reader."""
+    """Return the dataflow graph of all nodes: edges from operands, and from every write to a tensor, to its node."""
     flow = nx.DiGraph()
     for node in captured.graph.nodes:
         flow.add_node(node)
@@ -27,9 +27,9 @@ def dataflow(captured: Captured, effects: Effects) -> nx.DiGraph:
 
 
 def extract(captured: Captured, wanted: tuple[fx.Node, ...], effects: Effects) -> tuple[fx.GraphModule, tuple[int, ...], bool]:
-    """(module, arguments it takes, whether it writes to any of them) computing ``wanted`` as the graph would.
+    """Extract a graph that computes ``wanted``: returns (module, indices of the inputs it takes, whether it writes to any of them).
 
-    Each as it is where the graph makes it: a view of a counter is not what the counter becomes behind the write.
+    Each value is as of its own node: a later write, for example to a counter, does not change it.
     """
     flow = dataflow(captured, effects)
     needed = set(wanted).union(*(nx.ancestors(flow, node) for node in wanted))

@@ -1,9 +1,9 @@
-"""New tokens joined to the filled part of a buffer and written into it as well, in the form that recognisers know: written, then read.
+"""Prefix joins: new tokens that are both concatenated to a buffer's filled part and written into it become a write and a view.
 
     keys = cat([cache[:, :, :start], k], 2)              cache[:, :, start : start + n] = k
     cache[:, :, start : start + n] = k              is   keys = cache[:, :, : start + n]
 
-in whichever order the two stand, as long as nothing else reads or writes the buffer between them.
+in either order of the two, provided that nothing else reads or writes the buffer between them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 def join_prefixes(graph: fx.Graph) -> None:
-    """Turn every such join into a view of the buffer behind its write, in place."""
+    """Replace in place every such concatenation by a view of the buffer after its write."""
     joins = [node for node in graph.nodes if _joins(node)]
     effects = analyse(graph) if joins else None
     for node in joins:
@@ -30,7 +30,7 @@ def join_prefixes(graph: fx.Graph) -> None:
 
 
 def _joins(node: fx.Node) -> bool:
-    """Whether a node joins part of an input to something else."""
+    """Return whether a node concatenates a slice of an input and one other tensor."""
     if op_name(node) not in CONCATENATIONS:
         return False
     parts = bind(node)["tensors"]
@@ -39,7 +39,7 @@ def _joins(node: fx.Node) -> bool:
 
 
 def _write_of(join: fx.Node, effects: Effects) -> fx.Node | None:
-    """The write of the joined tokens behind the tokens that they are joined to."""
+    """Return the write of the new tokens of ``join`` directly behind its past tokens; None if there is none."""
     parts = bind(join)["tensors"]
     past, dim = bind(parts[0]), bind(join)["dim"] % value_of(join).dim()
     root, writes = past["self"], effects.writes.get(past["self"], ())
@@ -57,29 +57,29 @@ def _write_of(join: fx.Node, effects: Effects) -> fx.Node | None:
 
 
 def _one_shape(a: fx.Node, b: fx.Node) -> bool:
-    """Whether two tensors have the same sizes in every call."""
+    """Return whether two tensors have equal sizes in every call."""
     one, other = value_of(a).shape, value_of(b).shape
     return len(one) == len(other) and all(same(*pair) for pair in zip(one, other, strict=True))
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Whether two ends of slices are one number in every call."""
+    """Return whether two bounds of slices are equal in every call."""
     return a is b or (isinstance(a, int) and isinstance(b, int) and a == b)
 
 
 def _turn(graph: fx.Graph, join: fx.Node, write: fx.Node, effects: Effects) -> bool:
-    """Whether a join could be turned into a view; then it is."""
+    """Replace ``join`` by a view of the buffer after ``write``, if that is equivalent; return whether it is."""
     place, past = write.args[0], bind(join)["tensors"][0]
     root, end, dim = bind(past)["self"], bind(place)["end"], bind(past)["dim"]  # type: ignore[arg-type]
     first, last = sorted((join, write), key=effects.order.__getitem__)
     if effects.writes_between(bind(join)["tensors"][1], first, last) or effects.writes_to(join):
-        # What was written and what was joined are not the same tokens, or what was joined is changed and the buffer is not.
+        # The written and the concatenated tokens differ, or the concatenation is changed later and the buffer is not.
         return False
     others = {user for view in effects.family(root) for user in view.users} - {join, write, past, place}
     if any(effects.order[first] < effects.order[user] < effects.order[last] for user in others):
         return False
     if any(effects.order[user] < effects.order[last] for user in join.users) and last is write:
-        # The write moves ahead of the attention, with the sums that say where it ends.
+        # The write, and the nodes that compute its end, move ahead of the attention.
         moving = [item for item in (end, place, write) if isinstance(item, fx.Node) and effects.order[item] > effects.order[join]]
         known = {item for item in graph.nodes if effects.order[item] < effects.order[join]} | set(moving)
         if any(operand not in known for item in moving for operand in item.all_input_nodes):

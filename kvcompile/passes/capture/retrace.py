@@ -1,10 +1,11 @@
-"""Retrace: Dynamo's graph, run once more so that ATen records it, in the forms that recognisers read.
+"""Retrace: run Dynamo's graph so that ``make_fx`` records it as ATen, normalised for the matcher.
 
-Four things are said otherwise than Dynamo has them, each with the same result: a compressed cache instead of its
-``expose``, so that aliases are seen; flex attention as plain operations; regions under ``vmap`` as ATen; and
-``zeros_like(scores)`` and its kin by their sizes, since what only asks for a shape reads nothing.
+Four kinds of call are recorded in another form with an equal result: ``expose`` of a compressed cache as the cache itself, so that
+aliases stay visible; flex attention as plain operations; ``vmap`` regions as ATen; and ``zeros_like(scores)`` and its kin as
+constructors from sizes, so that a node which only needs a shape does not count as a reader.
 
-Calls on tensors that are made of others stay calls of Dynamo's. What made a block mask that is then not read is left out.
+Calls on wrapper subclasses (sharded, quantized tensors) stay as Dynamo has them. Nodes that only compute an unread block mask are
+skipped.
 """
 
 from __future__ import annotations
@@ -25,22 +26,25 @@ from kvcompile.passes.capture.vmap import VmapRegion, regions
 from kvcompile.passes.graph.shapes import source_line
 
 SHAPED: dict[Any, Callable[..., torch.Tensor]] = {torch.zeros_like: torch.zeros, torch.ones_like: torch.ones, torch.full_like: torch.full}
-"""Makers of a tensor of another's sizes, and those that take sizes."""
+"""Constructors from another tensor's sizes, and the equivalent constructors from sizes."""
 
 
 class Retrace(fx.Interpreter):
-    """Runs Dynamo's graph under ``make_fx``; ``spell_out``: flex attention as plain operations, or ``flex.Stays`` is raised."""
+    """Interpreter of Dynamo's graph under ``make_fx``.
+
+    ``spell_out``: record flex attention as plain operations, or raise ``flex.Stays``. ``trace_cache``: calls that it may repeat, or None.
+    """
 
     def __init__(self, module: fx.GraphModule, spell_out: bool = True, trace_cache: TraceCache | None = None) -> None:
         super().__init__(module)
-        # Regions of autocast change what a call becomes, and no key knows of them.
+        # Autocast regions change what a call records, and the cache's keys do not contain them.
         self.trace_cache = trace_cache if not any("autocast" in str(node.target) for node in module.graph.nodes) else None
         found = regions(module.graph)
         self.spell_out = spell_out and any(flex.is_flex(node.target) for node in module.graph.nodes)
         self.left_out = unread(module.graph, found) if self.spell_out else set()
         self.used: set[int] = set()
         self.as_written = calls_on_composed(module.graph)
-        # Traced here: no other trace may be going on.
+        # Traced before the run starts: make_fx must not be nested in another trace.
         self.mapped: dict[fx.Node, tuple[VmapRegion, fx.GraphModule]] = {}
         for region in found:
             if region.nodes[0] not in self.left_out:
@@ -49,7 +53,7 @@ class Retrace(fx.Interpreter):
         self.results: dict[fx.Node, Any] = {}
 
     def run_node(self, n: fx.Node) -> Any:
-        """One node; a region's at its first."""
+        """Run one node and return its result. A vmap region runs whole at its first node; its other nodes return stored results."""
         if n in self.left_out:
             return None
         if n in self.mapped:
@@ -70,7 +74,7 @@ class Retrace(fx.Interpreter):
         return super().run_node(n)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One call, in the form that recognisers read."""
+        """Run one function call, recorded in the form that the matcher recognises."""
         if getattr(target, "overloadpacket", target) is torch.ops.kvcompile.expose:
             return args[0]
         if self.spell_out and flex.is_flex(target):
@@ -86,13 +90,13 @@ class Retrace(fx.Interpreter):
         return self.trace_cache.call("function", target, args, kwargs, run) if self.trace_cache is not None else run()
 
     def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One call of a tensor's method."""
+        """Run one method call of a tensor."""
         run = functools.partial(super().call_method, target, args, kwargs)
         return self.trace_cache.call("method", target, args, kwargs, run) if self.trace_cache is not None else run()
 
 
 def unexposed(module: fx.GraphModule) -> fx.GraphModule:
-    """Dynamo's graph, changed in place so that it takes dense tensors where it was traced for compressed caches."""
+    """Remove ``expose`` calls from ``module`` in place and return it: a graph for dense tensors where compressed caches were traced."""
     for part in module.modules():
         if not isinstance(part, fx.GraphModule):
             continue
@@ -105,7 +109,7 @@ def unexposed(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def unread(graph: fx.Graph, mapped: list[VmapRegion]) -> set[fx.Node]:
-    """The calls whose results nothing reads once flex attention is spelled out: whole regions, and calls without effects."""
+    """Return the nodes that only flex attention's block lists read: whole ``vmap`` regions, and single calls without side effects."""
     by_last = {region.nodes[-1]: region for region in mapped}
     inside = {node for region in mapped for node in region.nodes}
     found: set[fx.Node] = set()
@@ -125,7 +129,7 @@ def unread(graph: fx.Graph, mapped: list[VmapRegion]) -> set[fx.Node]:
 
 
 def _writes(node: fx.Node) -> bool:
-    """Whether a call may do more than give a result, by the name that torch gives to such calls."""
+    """Return whether a call may have side effects, judged by torch's naming (a trailing underscore, ``out=``) and by FX."""
     if node.op == "call_method":
         return str(node.target).endswith("_") and not str(node.target).endswith("__")
     name = getattr(node.target, "__name__", "")

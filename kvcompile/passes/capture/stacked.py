@@ -1,10 +1,10 @@
-"""Stacked caches in the form that recognisers know: one concatenation of the whole tensor.
+"""Stacked caches: rewrite one concatenation for keys and one for values as a single concatenation of the stacked tensor.
 
     past_k, past_v = past.unbind(0)                          present = cat([past, stack([k, v])], 3)
     k, v = cat([past_k, k], 2), cat([past_v, v], 2)    is    k, v = present[0], present[1]
     present = stack([k, v])
 
-which older GPT models write. The parts that are concatenated one by one become views of the one tensor that is returned.
+as older GPT models write it. The separately concatenated parts become views of the one tensor that is returned.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class _Grown:
-    """One part of a stacked past with new tokens behind it: the past's tensor, the part's dim and index, the new tokens, their dim."""
+    """One entry of a stacked past with new tokens appended: past[index] along ``dim``, concatenated with ``new`` along ``token_dim``."""
 
     past: fx.Node
     dim: int
@@ -35,7 +35,7 @@ class _Grown:
 
 
 def _part(node: fx.Node) -> tuple[fx.Node, int, int] | None:
-    """(tensor, dim, index) that a node is one entry of."""
+    """Return (tensor, dim, index) if a node is one entry of a tensor along a dim; else None."""
     if op_name(node) == "select":
         arguments = bind(node)
         index = arguments["index"]
@@ -61,7 +61,7 @@ def _grown(node: fx.Node) -> _Grown | None:
 
 
 def join_stacked(graph: fx.Graph) -> None:
-    """Turn every stack of parts that each grew by new tokens into one concatenation, in place."""
+    """Rewrite in place every stack of parts that were each concatenated with new tokens as one concatenation."""
     stacks = [node for node in graph.nodes if op_name(node) == "stack"]
     effects = analyse(graph) if stacks else None
     for node in stacks:
@@ -74,7 +74,7 @@ def join_stacked(graph: fx.Graph) -> None:
         ] != [(first.past, dim, at, first.token_dim) for at in range(len(parts))] or not same(value_of(first.past).shape[dim], len(parts)):
             continue
         if any(effects.writes_to(item) for item in (first.past, *parts)):
-            # A view of the whole would see changes that a copy did not.
+            # A view of the whole tensor would see later writes; the original copy does not.
             continue
         last = max(parts, key=effects.order.__getitem__)
         if any(effects.order[user] < effects.order[last] for part in parts for user in part.users):
@@ -94,7 +94,7 @@ def _join(graph: fx.Graph, stack: fx.Node, dim: int, grown: list[_Grown], parts:
         return made
 
     with graph.inserting_after(last):
-        # Behind ``last`` in this order: each is inserted after the one before.
+        # Each node is inserted after the previous one, so they follow ``last`` in this order.
         new = call(aten.stack.default, [item.new for item in grown], dim)
     with graph.inserting_after(new):
         whole = call(aten.cat.default, [first.past, new], token_dim)

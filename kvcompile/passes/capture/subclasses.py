@@ -1,7 +1,7 @@
-"""Subclasses: a call on tensors that are made of others, sharded or quantized weights, stays in the graph as the model wrote it.
+"""Subclasses: a call on wrapper subclasses (sharded or quantized weights) stays in the graph as the model wrote it.
 
-The inner compiler takes it apart, as it does without this package. ATen before dispatch has no word for it: the trace records what a
-call with plain tensors becomes, and only the class knows what its own becomes.
+The inner compiler decomposes it, as it does without this package. ATen before dispatch cannot express it: a trace would record the
+operations of plain tensors, but only the class knows its own.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from kvcompile.passes.graph.shapes import AS_WRITTEN, source_line
 
 
 def calls_on_composed(graph: fx.Graph) -> set[fx.Node]:
-    """The calls of Dynamo's graph that take or give a tensor that is made of others."""
+    """Return the calls of Dynamo's graph with a wrapper subclass among their operands or results."""
     made = {node for node in graph.nodes if any(is_wrapper(value) for value in tree_leaves(node.meta.get("example_value")))}
     calls = {node for node in graph.nodes if node.op in {"call_function", "call_method"}} if made else set()
     return {node for node in calls if node in made or not made.isdisjoint(node.all_input_nodes)}
 
 
 def record_as_written(interpreter: fx.Interpreter, node: fx.Node) -> Any:
-    """Run one call of Dynamo's graph, a node of ``interpreter`` under ``make_fx``, and record it as it is; its result.
+    """Run ``node`` of Dynamo's graph under ``make_fx``, record the call undecomposed and return its result.
 
-    Raises Unsupported where the trace does not know an argument.
+    Raises Unsupported if an argument was not recorded by the trace.
     """
     tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
 

@@ -1,9 +1,9 @@
-"""Trace cache: a call that was traced before, on tensors of the same kind, is written down again instead of traced again.
+"""Trace cache: a call that was already traced, on tensors of equal kind, is recorded from memory instead of traced again.
 
-The layers of a model are the same calls on other tensors, and tracing one call takes a millisecond of dispatch. The nodes that a
-pure call became are copied with the new operands; their fake values are made anew, views as views of the new operands, so that
-whoever asks whether two nodes share memory gets the same answer. What writes, has symbolic sizes, constants, or anything else
-that the key does not tell is traced as ever.
+The layers of a model repeat the same calls on other tensors, and tracing one call takes a millisecond of dispatch. The nodes that a
+pure call became are copied with the new operands. Their fake values are created anew, views as views of the new operands, so that
+tests for shared memory give the same answers. Calls that write, have symbolic sizes or constants, or depend on anything outside the
+key are traced as usual.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.lay
 
 
 class _Unknown(Exception):  # noqa: N818 - says that a call is not for the cache; never leaves this file
-    """An operand or result that the cache does not know."""
+    """Raised for an operand or result that the cache cannot describe."""
 
 
 @dataclass(frozen=True)
 class _Ref:
-    """A tensor of a call by its place: an operand, or what an earlier node of the call gave."""
+    """A tensor of a call by index: an operand, or the result of an earlier node of the call."""
 
     operand: bool
     index: int
@@ -47,7 +47,7 @@ class _Ref:
 
 @dataclass(frozen=True)
 class _Value:
-    """The fake value of a node: sizes, and the tensor whose memory it shares."""
+    """Description of a node's fake value: sizes, dtype, device, and the tensor that it shares memory with (None: its own memory)."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -59,7 +59,7 @@ class _Value:
 
 @dataclass(frozen=True)
 class _Step:
-    """One node to write down; ``value``: a _Value, a list of them, or an index into the list of the node before."""
+    """One node to record; ``value``: a _Value, a list of them, or (for ``getitem``) an index into the previous node's list."""
 
     target: Any
     args: Any
@@ -70,7 +70,10 @@ class _Step:
 
 @dataclass(frozen=True)
 class _Recipe:
-    """The nodes that a call becomes; ``stands_for``: operands that the call gives back, and the node that stands for each from then on."""
+    """The nodes that a call becomes, and its result.
+
+    ``stands_for``: operands that the call returns, each with the node that represents it from then on.
+    """
 
     steps: tuple[_Step, ...]
     result: Any
@@ -78,7 +81,7 @@ class _Recipe:
 
 
 class TraceCache:
-    """The calls that one trace has seen; ``call`` runs one or writes it down from memory."""
+    """The traced calls of one trace; ``call`` runs a call, or records it from memory."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self.mode = mode
@@ -86,13 +89,13 @@ class TraceCache:
         self.hits = 0
 
     def call(self, kind: str, target: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
-        """The result of ``run()``, which calls ``target``; under ``make_fx``, the nodes that it becomes stand in the trace."""
+        """Return the result of ``run()``, which calls ``target``; under ``make_fx`` its nodes are recorded, from memory if known."""
         proxies = get_proxy_mode()
         if proxies is None or torch.is_grad_enabled():
             return run()
         operands: list[FakeTensor] = []
         tracer = proxies.tracer
-        # Under the tracer's mode, to ask a tensor for its sizes is a call too.
+        # Even reading a tensor's sizes is a traced call under the tracer's mode.
         with DisableTorchFunction():
             try:
                 key = (kind, target, _key((args, kwargs), operands), _sharing(operands))
@@ -154,14 +157,17 @@ class TraceCache:
         return FakeTensor(self.mode, made, value.device)
 
     def _snapshot(self, value: FakeTensor) -> FakeTensor:
-        """Another tensor of the same memory: an operation in place may change the sizes of the one that goes on."""
+        """Return an alias of ``value``: later in-place operations may change the sizes of ``value`` itself."""
         with no_python_dispatcher(), in_kernel_invocation_manager(self.mode):
             made = torch.ops.aten.detach.default(value)
         return FakeTensor(self.mode, made, value.device)
 
 
 def _key(item: Any, operands: list[FakeTensor]) -> Any:
-    """Everything about an operand that tracing can depend on, hashable; fake tensors are appended to ``operands``."""
+    """Return a hashable key of all facts of ``item`` that tracing can depend on; appends fake tensors to ``operands``.
+
+    Raises _Unknown for symbolic sizes and for types that are not described.
+    """
     kind = type(item)
     if kind is FakeTensor:
         for index, known in enumerate(operands):
@@ -171,7 +177,7 @@ def _key(item: Any, operands: list[FakeTensor]) -> Any:
         sizes = (*item.shape, *item.stride(), item.storage_offset())
         if not all(type(size) is int for size in sizes):
             raise _Unknown
-        # Without gradients a result has none, whatever its operands.
+        # Gradients are off, so ``requires_grad`` of an operand does not change the result.
         return "tensor", item.dtype, item.device, item.requires_grad, len(item.shape), sizes
     if kind in PLAIN:
         return kind, item
@@ -185,7 +191,7 @@ def _key(item: Any, operands: list[FakeTensor]) -> Any:
 
 
 def _sharing(operands: Sequence[FakeTensor]) -> tuple[int, ...]:
-    """For each operand the first one whose memory it shares."""
+    """Return for each operand the index of the first operand that it shares memory with (its own index if none)."""
     return tuple(
         next(other for other in range(index + 1) if other == index or _aliased(operands[other], tensor))
         for index, tensor in enumerate(operands)
@@ -202,7 +208,7 @@ def _node(tracer: Any, tensor: FakeTensor) -> fx.Node | None:
 
 
 def _recipe(tracer: Any, last: fx.Node | None, operands: Sequence[FakeTensor], nodes: Sequence[Any], result: Any) -> _Recipe:
-    """Return what a call that was just traced became: the nodes behind ``last``."""
+    """Return the recipe of a call that was just traced: the nodes recorded after ``last``. Raises _Unknown if it cannot be repeated."""
     new: list[fx.Node] = []
     for node in reversed(tracer.graph.nodes):
         if node is last:
@@ -262,7 +268,7 @@ def _described(value: Any, fakes: Sequence[tuple[_Ref, torch.Tensor]]) -> _Value
 
 
 def _result(tracer: Any, item: Any, operands: Sequence[FakeTensor], place: dict[fx.Node, _Ref]) -> Any:
-    """Return the call's results, by place."""
+    """Return one leaf of the call's result as a reference to an operand or node, or as a constant. Raises _Unknown otherwise."""
     if not isinstance(item, torch.Tensor):
         if type(item) not in PLAIN:
             raise _Unknown
@@ -277,7 +283,7 @@ def _result(tracer: Any, item: Any, operands: Sequence[FakeTensor], place: dict[
 
 
 def _mapped(item: Any, change: Callable[[Any], Any]) -> Any:
-    """A nest of tuples, lists, dicts and slices with its leaves changed."""
+    """Return a nest of tuples, lists, dicts and slices with ``change`` applied to its leaves."""
     if isinstance(item, (tuple, list)):
         parts = [_mapped(part, change) for part in item]
         return tuple(parts) if isinstance(item, tuple) else parts

@@ -1,8 +1,8 @@
-"""Regions under ``vmap`` in Dynamo's graph, as plain ATen.
+"""Vmap regions: trace the parts of Dynamo's graph that run under ``vmap`` as plain ATen.
 
-Dynamo keeps ``vmap`` as calls that enter and leave a level, with what runs under it between them. Recorded before
-dispatch, those calls mean nothing to the operators around them; so each outermost region is traced by itself, below
-the level, where ``vmap`` has already become operators over one more dim.
+Dynamo keeps ``vmap`` as calls that enter and leave a level, with the mapped calls between them. Before dispatch these two calls have no
+effect on the operators between them. So each outermost region is traced separately, below the level, where ``vmap`` has already
+become operators with one more dim.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ENTER, LEAVE = "_vmap_increment_nesting", "_vmap_decrement_nesting"
 
 @dataclass(frozen=True)
 class VmapRegion:
-    """From an outermost entry of ``vmap`` to the end of it: its nodes in order, what it takes and what is read of it behind it."""
+    """One outermost ``vmap`` region: its nodes in order, the values that it reads from outside, and its nodes that are read outside."""
 
     nodes: tuple[fx.Node, ...]
     inputs: tuple[fx.Node, ...]
@@ -31,13 +31,13 @@ class VmapRegion:
 
     @classmethod
     def of(cls, nodes: list[fx.Node]) -> VmapRegion:
-        """The region of consecutive ``nodes``."""
+        """Return the region of consecutive ``nodes``."""
         own = set(nodes)
         taken = dict.fromkeys(operand for node in nodes for operand in node.all_input_nodes if operand not in own)
         return cls(tuple(nodes), tuple(taken), tuple(node for node in nodes if any(user not in own for user in node.users)))
 
     def traced(self, owner: fx.GraphModule) -> fx.GraphModule:
-        """The region as ATen, in the fake mode that is on."""
+        """Return the region as an ATen graph module, traced under the active fake mode; ``owner`` has its submodules."""
         graph = fx.Graph()
         env = {node: graph.placeholder(node.name) for node in self.inputs}
         for node in self.nodes:
@@ -49,7 +49,7 @@ class VmapRegion:
 
 
 def _like(node: fx.Node) -> Any:
-    """Return the value that Dynamo saw a node give, in the fake mode that is on: Dynamo's own mode was another one."""
+    """Return an empty tensor like the value that Dynamo saw for a node, under the active fake mode (Dynamo's own mode was another)."""
     seen = node.meta["example_value"]
     if not isinstance(seen, torch.Tensor):
         return seen
@@ -58,7 +58,7 @@ def _like(node: fx.Node) -> Any:
 
 @contextlib.contextmanager
 def _balanced() -> Iterator[None]:
-    """Leaves as many levels of ``vmap`` as there were: one that fails half way has not left its own."""
+    """Restore the number of ``vmap`` levels on exit: a trace that fails inside of a region has not left its level."""
     levels = len(functorch_interpreters())
     try:
         yield
@@ -68,7 +68,7 @@ def _balanced() -> Iterator[None]:
 
 
 def regions(graph: fx.Graph) -> list[VmapRegion]:
-    """Every outermost region under ``vmap``, in order."""
+    """Return all outermost ``vmap`` regions of the graph, in order."""
     found: list[list[fx.Node]] = []
     depth = 0
     for node in graph.nodes:
