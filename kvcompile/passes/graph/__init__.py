@@ -1,1 +1,1 @@
-"""Graph: what every pass asks of an FX graph; knows no attention."""
+"""Graph: facts and tools for any FX graph; nothing here depends on attention."""

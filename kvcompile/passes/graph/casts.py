@@ -1,4 +1,4 @@
-"""Casts: which numbers a dtype holds exactly, what a number becomes in one, and where a dtype ends."""
+"""Casts: exactly representable numbers, conversions and ranges of dtypes."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ import math
 import torch
 
 LONGEST = 1 << 24
-"""Positions are smaller than this: float32 holds every integer below it."""
+"""Upper bound on positions: float32 represents every smaller integer exactly."""
 
 
 def lowest(dtype: torch.dtype) -> float:
-    """Return the number at and below which a score hides its token: a dtype's least finite one, -inf for a dtype of no floats.
+    """Return the largest score that hides its token: a dtype's least finite number, or -inf for an integer dtype.
 
-    In float32 and float64 it is bfloat16's: a model of bfloat16 makes its masks in that dtype and adds them to float32 scores, and no sum
-    of products comes within a hundredth of it without overflowing.
+    For float32 and float64 it is bfloat16's least number: a bfloat16 model makes its masks in bfloat16 and adds them to float32 scores, and
+    no sum of products comes within a hundredth of it without overflowing.
     """
     return max(torch.finfo(dtype).min, torch.finfo(torch.bfloat16).min) if dtype.is_floating_point else -math.inf
 
 
 def integers(dtype: torch.dtype) -> int:
-    """Return the number up to which a dtype holds every integer: 256 for bfloat16, 2048 for float16, 127 for int8."""
+    """Return the number up to which a dtype represents every integer: 256 for bfloat16, 2048 for float16, 127 for int8."""
     if dtype is torch.bool:
         return 1
     return int(2 / torch.finfo(dtype).eps) if dtype.is_floating_point else torch.iinfo(dtype).max
 
 
 def holds(source: torch.dtype, target: torch.dtype) -> bool:
-    """Return whether a cast from ``source`` to ``target`` keeps every value; of integers those that positions have (``LONGEST``)."""
+    """Return whether a cast from ``source`` to ``target`` keeps every value; of integers, every value up to ``LONGEST``."""
     if source in {target, torch.bool}:
         return True
     if target is torch.bool or source.is_complex or target.is_complex:
@@ -45,7 +45,7 @@ def no_coarser(dtype: torch.dtype, other: torch.dtype) -> bool:
 
 
 def cast(number: float, dtype: torch.dtype) -> float:
-    """Return a number as a dtype holds it: truncated, or infinite where it lies beyond the range; rounding of fractions is left out."""
+    """Return a number cast to a dtype: truncated for integers, infinite beyond a float's range. Fractions are not rounded."""
     if not math.isfinite(number):
         return float(number != 0) if dtype is torch.bool else number
     if dtype is torch.bool:
@@ -55,6 +55,6 @@ def cast(number: float, dtype: torch.dtype) -> float:
     limits = torch.finfo(dtype)
     if abs(number) <= limits.max:
         return number
-    # Up to half a step above the largest number a number is rounded down to it.
+    # A number up to half a step above the largest one is rounded down to it.
     nearest = limits.max if abs(number) < limits.max * (1 + limits.eps / (4 - 2 * limits.eps)) else math.inf
     return math.copysign(nearest, number)

@@ -15,13 +15,13 @@ from kvcompile.passes.graph.shapes import bind, is_tensor, op_name, value_of
 
 CPU = torch.device("cpu")
 MANY = 1 << 12
-"""Elements of a tensor that is computed to know what it is."""
+"""Largest number of elements of a tensor that is evaluated at compile time."""
 DEEP = 32
-"""Nodes that are computed for it."""
+"""Largest number of nodes that are evaluated for one constant."""
 
 
 def constant(node: Any) -> float | None:
-    """The plain number that an argument stands for: a number, a filled scalar, a lifted constant; else None."""
+    """Return the number that an argument is known to be: a literal, a filled scalar or a lifted constant; None if unknown."""
     if isinstance(node, (int, float)) and not isinstance(node, bool):
         return float(node)
     if not isinstance(node, fx.Node):
@@ -45,9 +45,9 @@ def constant(node: Any) -> float | None:
 
 
 def known(node: fx.Node) -> torch.Tensor | None:
-    """The value that a tensor node has in every call, on the CPU, where it is computed of literals alone; None elsewhere.
+    """Return the constant value of a tensor node, on the CPU, if it is computed from literals alone; else None.
 
-    None as well for what has more than ``MANY`` elements on the way, and for what is written to.
+    None too if an intermediate tensor has more than ``MANY`` elements, or if any tensor on the way is written to.
     """
     found: dict[fx.Node, torch.Tensor] = {}
     waiting = [node]
@@ -69,13 +69,13 @@ def known(node: fx.Node) -> torch.Tensor | None:
 
 
 def _small(node: fx.Node) -> bool:
-    """Whether a tensor has few elements, and a number of them."""
+    """Return whether a tensor has static sizes and at most ``MANY`` elements."""
     shape = value_of(node).shape
     return all(isinstance(size, int) for size in shape) and math.prod(shape) <= MANY
 
 
 def filled(node: Any) -> float | None:
-    """Return the one number that all elements of a tensor node are known to equal, or a plain number itself; None where it is not known."""
+    """Return the number that all elements of a tensor node equal, or a plain number itself; None if unknown."""
     found = constant(node)
     while found is None and isinstance(node, fx.Node):
         name = op_name(node)

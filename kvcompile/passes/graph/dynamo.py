@@ -1,37 +1,37 @@
-"""Door to torch's private names that passes, runtime, validation and the command line use; seen in torch 2.11 to 2.13.
+"""Private names of torch that passes, runtime, validation and the command line import from here; present in torch 2.11 to 2.13.
 
 Dynamo
-    ``ConstantSource``      names a symbolic size that no argument of the program has: the number of pages of a store
-    ``TracingContext``      the record of the frame that is traced: its fake mode, and which dims are dynamic
+    ``ConstantSource``      source of a symbolic size that no program argument has: the number of pages of a store
+    ``TracingContext``      the state of the traced frame: its fake mode and its dynamic dims
     ``compile_lock``        held while a graph is traced outside of Dynamo's own call: tracing is not thread-safe
     ``detect_fake_mode``    the fake mode of Dynamo's example inputs
     ``many_versions``       raises the recompile limits while many graphs of one frame are asked for
     ``lookup_backend``      a backend by name
-    ``mark_dynamic``        says of a dim of a new tensor that it may change, without a guard
-    ``TensorifyState``, ``TensorifyScalarRestartAnalysis``  make Dynamo begin again with some floats as constants
-    ``is_float_symbol``     whether a symbol is one of a float
-    ``no_dynamo``           makes Dynamo leave a code object's frames alone, and those that they call
-    ``traced_scopes``       the variables of the frame that is compiled, by the letters that sources start with
+    ``mark_dynamic``        marks a dim of a new tensor as dynamic, without a guard
+    ``TensorifyState``, ``TensorifyScalarRestartAnalysis``  make Dynamo restart with some floats as constants
+    ``is_float_symbol``     whether a symbol represents a float
+    ``no_dynamo``           makes Dynamo skip a code object's frames and all frames that they call
+    ``traced_scopes``       the variables of the compiled frame, by the first letter of sources (L or G)
 Tracing
     ``FakeTensor``, ``FakeTensorMode``, ``in_kernel_invocation_manager``    tensors without data
-    ``functorch_interpreters``  the transforms around a call: what ``vmap`` regions are found by
-    ``ProxyTensor``, ``get_proxy_mode``, ``get_proxy_slot``, ``set_proxy_slot``  the nodes that values of a trace stand for
+    ``functorch_interpreters``  the active functorch transforms, to find ``vmap`` regions
+    ``ProxyTensor``, ``get_proxy_mode``, ``get_proxy_slot``, ``set_proxy_slot``  the nodes of traced values
     ``no_modes``            runs a computation on real values in the middle of a trace
-    ``no_proxies``, ``track_values``    runs a computation on a trace's values without recording it, and says what node it stands for
+    ``no_proxies``, ``track_values``    run a computation on traced values unrecorded, and assign its result to a node
     ``no_python_dispatcher``, ``python_dispatcher``  shape functions for symbolic sizes, off and on
 Values
-    ``OpOverload``, ``OpOverloadPacket``, ``HigherOrderOperator``  the classes of ATen's operators and of Dynamo's regions
-    ``ValueRanges``, ``bound_sympy``    what ranges of symbols say of an expression
-    ``CleanDiv``, ``FloorDiv``, ``Max``, ``Min``, ``Mod``, ``PythonMod``   what expressions of symbolic sizes are made of
-    ``DisableTorchFunction``, ``DisableTorchFunctionSubclass``  look at a tensor without calling what its class overrides
-    ``dispatch_keys``       the keys of a tensor, for what Dynamo guards on
-    ``leave_vmap``          undoes one level of ``vmap`` that a failed call left entered
-    ``is_wrapper``          whether a value is a tensor that is made of others: a sharded or a quantized weight
+    ``OpOverload``, ``OpOverloadPacket``, ``HigherOrderOperator``  classes of ATen operators and of Dynamo's regions
+    ``ValueRanges``, ``bound_sympy``    ranges of expressions, from ranges of their symbols
+    ``CleanDiv``, ``FloorDiv``, ``Max``, ``Min``, ``Mod``, ``PythonMod``   SymPy functions in symbolic sizes
+    ``DisableTorchFunction``, ``DisableTorchFunctionSubclass``  access a tensor without its class's overrides
+    ``dispatch_keys``       a tensor's dispatch keys, on which Dynamo guards
+    ``leave_vmap``          leaves one ``vmap`` level, after a call that failed inside of it
+    ``is_wrapper``          whether a value is a wrapper subclass: a sharded or quantized weight
     ``parse_to``            the arguments of ``Tensor.to`` as dtype and device
-    ``shares_memory``       whether two tensors have one storage
-    ``storage_uses``        how many hold a storage: a cache tensor is taken over only where nobody else does
-    ``safe_softmax``        softmax with zeros for a row that hides everything, as flex attention has it
-    ``tree_leaves``, ``tree_map``, ``tree_map_only``  nested arguments in one list, a function over them
+    ``shares_memory``       whether two tensors share a storage
+    ``storage_uses``        references to a storage: a cache tensor is adopted only if it has no others
+    ``safe_softmax``        softmax that is zero in fully masked rows, as in flex attention
+    ``tree_leaves``, ``tree_map``, ``tree_map_only``  flatten and map nested arguments
 """
 
 from __future__ import annotations
@@ -87,12 +87,12 @@ __all__ = [
 
 
 def is_float_symbol(symbol: Any) -> bool:
-    """Whether a symbol of a shape environment stands for a float of the caller."""
+    """Return whether a symbol of a shape environment represents a Python float of the caller."""
     return symbol_is_type(symbol, SymT.FLOAT)
 
 
 def many_versions(most: int) -> AbstractContextManager[None]:
-    """Let Dynamo compile up to ``most`` versions of a frame inside of the context; past a limit, 8 by default, it runs a frame as it is."""
+    """Let Dynamo compile up to ``most`` versions of a frame inside of the context; beyond the limit (default 8) it runs frames eagerly."""
     patch: AbstractContextManager[None] = dynamo_config.patch(recompile_limit=most, accumulated_recompile_limit=8 * most)
     return patch
 
@@ -103,7 +103,7 @@ def no_dynamo(code: CodeType) -> None:
 
 
 def traced_scopes() -> dict[str, dict[str, Any]] | None:
-    """Return the local (L) and global (G) variables of the frame that Dynamo is compiling in this thread; None where it is at none."""
+    """Return the local (L) and global (G) variables of the frame that Dynamo compiles in this thread; None if it compiles none."""
     try:
         frame = InstructionTranslator.current_tx().output.root_tx
     except AttributeError:

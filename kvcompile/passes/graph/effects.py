@@ -1,7 +1,7 @@
-"""Effects: who aliases a tensor, who writes it, who reads it. The captured graph is not functional, so order counts.
+"""Effects: aliases, writers and readers of every tensor in a captured graph, which is not functional, so order matters.
 
-Aliasing is read from the operators' schemas, never from names: an output annotated with the alias set of
-an input is a view of it (or may be), an argument annotated as written is a write.
+Aliasing is read from operators' schemas, never from names: an output annotated with the alias set of an input is (or may be) a view of
+it, and an argument annotated as written is a write.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _schema(node: fx.Node) -> torch.FunctionSchema | None:
 
 
 def written_arguments(node: fx.Node) -> tuple[fx.Node, ...]:
-    """The tensors that a node writes to in place."""
+    """Return the nodes of the tensors that a node writes to in place; () for a pure call."""
     schema = _schema(node)
     if schema is None or not schema.is_mutable:
         return ()
@@ -41,7 +41,7 @@ def written_arguments(node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def view_parent(node: fx.Node) -> fx.Node | None:
-    """The tensor that ``node`` is a view of, or a copy that stands for the same elements."""
+    """Return the tensor that ``node`` is a view or an unchanged copy of; None if it holds new values."""
     if AS_WRITTEN in node.meta:
         return next((item for item in node.all_input_nodes if _share_memory(item, node)), None)
     if node.op != "call_function" or not node.args:
@@ -60,7 +60,7 @@ def view_parent(node: fx.Node) -> fx.Node | None:
 
 
 def gives_view(node: fx.Node) -> bool:
-    """Whether an operator's schema lets its result lie in the memory of its first argument."""
+    """Return whether an operator's schema allows its result to be a view of its first argument."""
     schema = _schema(node)
     if schema is None or not schema.returns or not schema.arguments:
         return False
@@ -69,7 +69,7 @@ def gives_view(node: fx.Node) -> bool:
 
 
 def _parts(value: object) -> list[torch.Tensor]:
-    """The plain tensors that a value holds: itself, or what it is made of."""
+    """Return the plain tensors inside of a value: itself, or the parts of a wrapper subclass; [] for anything else."""
     if not is_wrapper(value):
         return [value] if isinstance(value, torch.Tensor) else []
     names = value.__tensor_flatten__()[0]  # type: ignore[attr-defined]
@@ -77,18 +77,18 @@ def _parts(value: object) -> list[torch.Tensor]:
 
 
 def _share_memory(a: fx.Node, b: fx.Node) -> bool:
-    """Whether the tensors of two nodes, or any that they are made of, have one storage."""
+    """Return whether tensors of two nodes, or any of their wrapped parts, share a storage."""
     return any(shares_memory(one, other) for one in _parts(value_of(a)) for other in _parts(value_of(b)))
 
 
 def same_memory(a: fx.Node, b: fx.Node) -> bool:
-    """Whether two nodes' fake tensors share storage: a true view rather than a copy."""
+    """Return whether two nodes' fake tensors share a storage: a true view rather than a copy."""
     return bool(shares_memory(a.meta["val"], b.meta["val"]))  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
 class Effects:
-    """Order, roots, and the writes on every root."""
+    """Effects of a graph: each node's index (``order``), the root of each view, the writes to each root in order, and the output node."""
 
     order: dict[fx.Node, int]
     root: dict[fx.Node, fx.Node]
@@ -96,11 +96,11 @@ class Effects:
     output: fx.Node
 
     def family(self, root: fx.Node) -> set[fx.Node]:
-        """All nodes that stand for elements of ``root``: views, copies of views, results of in-place writes."""
+        """Return all nodes with elements of ``root``: itself, views, copies of views, results of in-place writes."""
         return {node for node, owner in self.root.items() if owner is root}
 
     def readers(self, root: fx.Node) -> set[fx.Node]:
-        """The nodes that consume elements of ``root`` and are no views of it; the output node among them."""
+        """Return the nodes that read elements of ``root`` and are not in its family; includes the output node."""
         family = self.family(root)
         found = set()
         for node in family:
@@ -111,20 +111,20 @@ class Effects:
         return found
 
     def writes_to(self, node: fx.Node) -> tuple[fx.Node, ...]:
-        """The writes to the memory of ``node``, in order."""
+        """Return the writes to the memory of ``node``, in order."""
         return self.writes.get(self.root.get(node, node), ())
 
     def writes_between(self, node: fx.Node, after: fx.Node, before: fx.Node) -> tuple[fx.Node, ...]:
-        """The writes to the memory of ``node`` that stand behind ``after`` and ahead of ``before``."""
+        """Return the writes to the memory of ``node`` after the node ``after`` and before the node ``before``, in order."""
         first, last = self.order[after], self.order[before]
         return tuple(write for write in self.writes_to(node) if first < self.order[write] < last)
 
     def writes_after(self, node: fx.Node) -> tuple[fx.Node, ...]:
-        """The writes to the memory of ``node`` that stand behind it: what it gives is something else from then on."""
+        """Return the writes to the memory of ``node`` that come after it and change its value."""
         return tuple(write for write in self.writes_to(node) if self.order[write] > self.order[node])
 
     def outputs_of(self, nodes: Iterable[fx.Node]) -> tuple[int, ...]:
-        """The output positions at which one of ``nodes`` is returned."""
+        """Return the indices of the graph's outputs that are one of ``nodes``."""
         wanted = set(nodes)
         returned = self.output.args[0]
         listed = returned if isinstance(returned, (list, tuple)) else [returned]
@@ -132,7 +132,7 @@ class Effects:
 
 
 def analyse(graph: fx.Graph) -> Effects:
-    """Read the effects of a captured graph, once, in order."""
+    """Return the effects of a captured graph."""
     order: dict[fx.Node, int] = {}
     root: dict[fx.Node, fx.Node] = {}
     writes: dict[fx.Node, list[fx.Node]] = defaultdict(list)

@@ -1,6 +1,6 @@
-"""Emit: small ATen subgraphs that put an operand of any spelling into the form the ops want.
+"""Emit: small ATen subgraphs that bring operands into the layout that our operators expect.
 
-Everything is built from roles, with sizes left symbolic: permutes, unflattens with static sizes, flattens.
+They are built from dims' roles, with symbolic sizes: permutes, unflattens with static sizes, flattens.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ aten = torch.ops.aten
 
 
 class Emitter:
-    """Inserts nodes before a point of a graph, each with the metadata of the node that it replaces.
+    """Inserts nodes before the node ``like``, with the metadata of ``like``.
 
-    ``symbols``: the graph's node of a symbolic size. ``copies``: the graph's copy of each captured node.
+    ``symbols``: returns the graph's node for a symbolic size. ``copies``: the graph's copy of each captured node.
     """
 
     def __init__(self, graph: fx.Graph, like: fx.Node, symbols: Callable[[Any], Any], copies: Mapping[fx.Node, fx.Node]) -> None:
         self.graph, self.like, self.symbols, self.copies = graph, like, symbols, copies
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """One node, inserted before ``like``."""
+        """Insert a call before ``like`` and return its node."""
         with self.graph.inserting_before(self.like):
             node = self.graph.call_function(target, args, kwargs)
         for key in ("stack_trace", "nn_module_stack", "source_fn_stack", "original_aten"):
@@ -36,28 +36,31 @@ class Emitter:
         return node
 
     def size(self, value: Any) -> Any:
-        """A size as an int or as the graph node that holds it."""
+        """Return a size as an int or as the graph's node for it."""
         return value if isinstance(value, (int, fx.Node)) else self.symbols(value)
 
     def permute(self, node: fx.Node, dims: Sequence[int]) -> fx.Node:
-        """Permute, or the node itself where nothing moves."""
+        """Emit a permute; returns ``node`` itself if ``dims`` is the identity."""
         if list(dims) == list(range(len(dims))):
             return node
         return self.call(aten.permute.default, node, list(dims))
 
     def positions(self, count: Any, offset: Any, device: torch.device) -> fx.Node:
-        """int64 [1, count]: offset, offset + 1, ..."""
+        """Emit positions int64 [1, count]: offset, offset + 1, ..."""
         iota = self.call(aten.arange.default, self.size(count), dtype=torch.int64, device=device)
         if not (isinstance(offset, int) and offset == 0):
             iota = self.call(aten.add.Tensor if isinstance(offset, fx.Node) and _is_tensor(offset) else aten.add.Scalar, iota, offset)
         return self.call(aten.unsqueeze.default, iota, 0)
 
     def constant_limit(self, count: Any, value: Any, device: torch.device) -> fx.Node:
-        """int64 [1, count] filled with ``value``."""
+        """Emit int64 [1, count] filled with ``value``."""
         return self.call(aten.full.default, [1, self.size(count)], value, dtype=torch.int64, device=device)
 
     def arrange(self, node: fx.Node, roles: Sequence[str], wanted: Sequence[str]) -> fx.Node:
-        """A tensor with dims of ``roles`` ('' of size one) as dims of ``wanted``; missing roles become size one."""
+        """Permute a tensor with dims of ``roles`` to dims ``wanted``; dims without a role ('') have size 1, missing roles become size 1.
+
+        Raises Unsupported if ``roles`` has a role that is not wanted.
+        """
         current = list(roles)
         for dim in range(len(current) - 1, -1, -1):
             if current[dim] == "":
@@ -78,7 +81,7 @@ class Emitter:
         return node
 
     def heads(self, node: fx.Node, roles: Sequence[str], rest: Sequence[str], heads: int, groups: int) -> fx.Node:
-        """To [B, H, *rest] from any mix of B, H, K, G, flattened or not; broadcasts B and H where missing."""
+        """Emit [B, H, *rest] from dims with any mix of B, H, K, G, flattened or not; a missing one of K and G is broadcast."""
         node, current = self.apart(node, roles, {"H": heads, "K": heads // groups, "G": groups})
         if not {"K", "G"} & set(current):
             return self.arrange(node, current, ["B", "H", *rest])
@@ -88,7 +91,10 @@ class Emitter:
         return self.call(aten.flatten.using_ints, node, 1, 2)
 
     def apart(self, node: fx.Node, roles: Sequence[str], known: Mapping[str, Any]) -> tuple[fx.Node, list[str]]:
-        """Flattened dims as dims of their own; of one dim at most one role's size may be unknown."""
+        """Unflatten dims with several roles; return the node and its roles.
+
+        ``known`` gives roles' sizes; in one dim, the size of at most one role may be missing.
+        """
         current = list(roles)
         for dim in range(len(current) - 1, -1, -1):
             parts = list(current[dim])
@@ -98,7 +104,7 @@ class Emitter:
         return node, current
 
     def from_heads(self, node: fx.Node, roles: Sequence[str], heads: int, groups: int) -> fx.Node:
-        """From [B, H, S, D] to the dims of ``roles``; what has no role is of size one."""
+        """Emit the dims of ``roles`` from [B, H, S, D]; a dim without a role has size 1."""
         current = ["B", "H", "S", "D"]
         wanted = [part for role in roles for part in role]
         if {"K", "G"} & set(wanted):

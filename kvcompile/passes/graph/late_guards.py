@@ -1,8 +1,8 @@
-"""Late guards: what a compilation asks of sizes after Dynamo has made a frame's guards.
+"""Late guards: detect sizes that a compilation specialises after Dynamo has finished a frame's guards.
 
-A variant is compiled by the first call that needs it, mostly when the frame is long compiled. Dynamo's guards are made then: a shape
-environment ignores what is asked of it later, but believes it. So a size that an operation reads as a number is that number in all
-code that is made from then on, and nothing keeps that code from a call of another size.
+A variant is compiled by the first call that needs it, usually long after the frame. By then Dynamo's guards are fixed: the shape
+environment records a new specialisation but adds no guard for it. All code compiled from then on would use that number, and nothing
+would keep that code from a call of another size.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvcompile.passes.graph.worlds import known_symbols
 
 @dataclass(frozen=True)
 class Beliefs:
-    """A copy of the replacements and ranges that a shape environment holds for its symbols."""
+    """A copy of the replacements and ranges of a shape environment's symbols."""
 
     env: Any
     replacements: dict[Any, Any]
@@ -24,13 +24,14 @@ class Beliefs:
 
     @staticmethod
     def of(env: Any) -> Beliefs:
-        """Note what an environment believes now; None has no symbols."""
+        """Copy an environment's current replacements and ranges; empty for None."""
         return Beliefs(env, {}, {}) if env is None else Beliefs(env, dict(env.replacements), dict(env.var_to_range))
 
     def take_back(self, ours: Collection[Any] = ()) -> dict[Any, Any]:
-        """Return replacements made since, by symbol: those of ``ours``, and of the frame's symbols once the environment is frozen.
+        """Return replacements that were made since the copy, by symbol.
 
-        Where there are any the environment is restored, so that no later code is made for these numbers.
+        Covers symbols in ``ours``, and all symbols of the frame once the environment is frozen. If any was replaced, the environment is
+        restored, so that later code is not specialised for these numbers.
         """
         if self.env is None:
             return {}
@@ -45,7 +46,7 @@ class Beliefs:
         self.env.replacements.clear()
         self.env.replacements.update(self.replacements)
         self.env.var_to_range.update(self.ranges)
-        # Answers are kept by how many beliefs there were, and some for good.
+        # torch caches answers, some keyed by these version counters and some without a key.
         for name in ("_replacements_version_counter", "_version_counter"):
             if hasattr(self.env, name):
                 setattr(self.env, name, getattr(self.env, name) + 1)

@@ -1,6 +1,6 @@
-"""Operators: what each ATen operator does, one row for each group of names that do the same; all other tables are made from this one.
+"""Operators: the kind of each ATen operator, one row for each group of equivalent names; other tables derive from this one.
 
-A new spelling of a view, a copy or a write is a name in a row. What a row means is one function where it is needed: a map of
+A new spelling of a view, a copy or a write is a name in a row. A kind's meaning is one function where it is needed: a map of
 coordinates (``pullback``), a map of mask expressions (``match.mask``), a recogniser of writes (``match.cache``).
 """
 
@@ -81,7 +81,7 @@ KINDS: dict[str, Kind] = {name: kind for kind, names in NAMES.items() for name i
 
 
 def named(*kinds: Kind) -> frozenset[str]:
-    """The names of all operators of ``kinds``."""
+    """Return the names of all operators of ``kinds``."""
     return frozenset(name for kind in kinds for name in NAMES[kind])
 
 

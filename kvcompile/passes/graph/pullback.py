@@ -1,9 +1,9 @@
 """Pull coordinates back through views: which element of the cache does an operand's element come from?
 
 Spellings of a view are endless (transpose, expand + reshape, repeat_interleave, narrow, unbind...), and
-their meaning is one thing: a map from the operand's coordinates to the base tensor's. So nothing here
-matches spellings: sampled coordinates are mapped through each operator, and what the operand *is* is
-read off the coordinates that arrive (``axes_of``). A new spelling is a name in a row of ``operators``.
+all mean a map from the operand's coordinates to the base tensor's. So nothing here
+matches spellings: sampled coordinates are mapped through each operator, and the operand's layout is
+read off the mapped coordinates (``axes_of``). A new spelling is a name in a row of ``operators``.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from kvcompile.passes.graph.operators import COPIES, IN_PLACE, JOINS, KINDS, SPL
 from kvcompile.passes.graph.shapes import bind, hint, is_tensor, op_name, operand, sizes, value_of
 
 Coords = np.ndarray
-"""int64 [samples, dims]: one row an element of a tensor."""
+"""int64 [samples, dims]: each row is the index of one element of a tensor."""
 
 Step = tuple[fx.Node, Coords]
 
 
 def sample(shape: tuple[int, ...], count: int = 384) -> Coords:
-    """Coordinates inside ``shape``: all corners of small index pools, then random ones (fixed seed)."""
+    """Return sample coordinates inside ``shape``: up to 512 corners of small index pools, then ``count`` random ones (fixed seed)."""
     rng = np.random.default_rng(0)
     pools = [sorted({0, min(1, size - 1), size // 2, size - 1}) for size in shape]
     corners = list(itertools.islice(itertools.product(*pools), 512))
@@ -87,7 +87,7 @@ def _permute(node: fx.Node, coords: Coords) -> Step:
 
 
 def broadcast(source: fx.Node, coords: Coords) -> Coords:
-    """Coordinates of ``source`` where it is broadcast to a tensor that ``coords`` belong to."""
+    """Return the coordinates in ``source`` of elements ``coords`` of a tensor that ``source`` is broadcast to."""
     shape = sizes(source)
     kept = coords[:, coords.shape[1] - len(shape) :].copy()
     kept[:, [dim for dim, size in enumerate(shape) if size == 1]] = 0
@@ -154,12 +154,12 @@ def _getitem(node: fx.Node, coords: Coords) -> Step | None:
 
 
 def _written(node: fx.Node, coords: Coords) -> Step:
-    """The result of an in-place write is the tensor that it wrote."""
+    """Map through an in-place write: its result is the tensor that it wrote to."""
     return operand(node), coords
 
 
 def join_parts(node: fx.Node, coords: Coords) -> Iterator[tuple[fx.Node, np.ndarray, Coords]]:
-    """(operand, samples that come from it, their coordinates in it) of cat and stack."""
+    """Yield (operand, indices of the samples that come from it, their coordinates in it) for cat and stack."""
     operands = list(node.args[0])  # type: ignore[arg-type]
     dim = _dim(bind(node), coords.shape[1])
     if op_name(node) == "stack":
@@ -180,7 +180,7 @@ def join_parts(node: fx.Node, coords: Coords) -> Iterator[tuple[fx.Node, np.ndar
 
 
 def _joined(node: fx.Node, coords: Coords) -> Step | None:
-    """Through cat and stack, where every sample comes from one and the same operand."""
+    """Map through cat or stack if every sample comes from one operand; else return None."""
     parts = list(join_parts(node, coords))
     return (parts[0][0], parts[0][2]) if len(parts) == 1 else None
 
@@ -202,7 +202,7 @@ MAPS: dict[Kind, Callable[[fx.Node, Coords], Step | None]] = {
     Kind.PERMUTE: _permute, Kind.MOVE: _movedim, Kind.BROADCAST: _expand, Kind.SLICE: _slice, Kind.SELECT: _select,
     Kind.REPEAT: _repeat, Kind.INTERLEAVE: _repeat_interleave,
 }
-"""The map of coordinates of each kind of view."""
+"""The coordinate map of each kind of view."""
 
 PULLBACKS: dict[str, Callable[[fx.Node, Coords], Step | None]] = {
     **{name: MAPS[kind] for name, kind in KINDS.items() if kind in MAPS}, **dict.fromkeys(IN_PLACE, _written), "getitem": _getitem,
@@ -210,7 +210,7 @@ PULLBACKS: dict[str, Callable[[fx.Node, Coords], Step | None]] = {
 
 
 def _scaled(node: fx.Node) -> tuple[fx.Node, float] | None:
-    """The tensor and the number that a product or quotient with a plain number is made of."""
+    """Return (tensor, factor) of a product or quotient of a tensor and a plain number; None for other nodes."""
     name = op_name(node)
     if name not in {"mul", "div"} or bind(node).get("rounding_mode") is not None:
         return None
@@ -223,7 +223,7 @@ def _scaled(node: fx.Node) -> tuple[fx.Node, float] | None:
 
 
 def factor(path: Iterable[fx.Node]) -> float:
-    """The number that the values were multiplied with along a trail."""
+    """Return the product of all plain factors along a trail's nodes."""
     total = 1.0
     for node in path:
         scaled = _scaled(node)
@@ -232,13 +232,16 @@ def factor(path: Iterable[fx.Node]) -> float:
 
 
 def _kept(node: fx.Node) -> bool:
-    """Whether a copy has the values of its operand; floating point numbers only up to rounding, which is compared when it is validated."""
+    """Return whether a copy keeps its operand's values; between floating-point dtypes up to rounding, which validation compares."""
     source, target = value_of(operand(node)).dtype, value_of(node).dtype
     return holds(source, target) or (source.is_floating_point and target.is_floating_point)
 
 
 def step(node: fx.Node, coords: Coords, through_joins: bool = False, scales: bool = False) -> Step | None:
-    """One operator upstream, or None where ``node`` makes new values."""
+    """Map coordinates through one operator: return its operand and the coordinates there; None if ``node`` computes new values.
+
+    ``through_joins``: also through cat and stack. ``scales``: also through products with a plain number.
+    """
     name = op_name(node)
     if name in COPIES:
         keeps = name != "dropout" or not (node.args[1] and node.args[2])
@@ -253,7 +256,7 @@ def step(node: fx.Node, coords: Coords, through_joins: bool = False, scales: boo
 
 @dataclass(frozen=True)
 class Trail:
-    """An operand traced to its base: the sampled coordinates on both ends and the nodes between."""
+    """An operand traced to its base: the sampled coordinates in the base (``there``) and the operand (``here``), and the nodes passed."""
 
     base: fx.Node
     there: Coords
@@ -262,7 +265,7 @@ class Trail:
 
 
 def trace(node: fx.Node, stop: Callable[[fx.Node], bool], through_joins: bool = False, scales: bool = False) -> Trail:
-    """Follow views (and with ``scales`` multiplications by a plain number) from ``node`` until ``stop`` holds or values are made."""
+    """Follow views (with ``scales`` also products with a plain number) upstream until ``stop`` holds or new values are computed."""
     here = sample(sizes(node))
     coords, path = here, []
     while not stop(node):

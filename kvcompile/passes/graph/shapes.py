@@ -1,7 +1,7 @@
-"""Sizes of graph values, and names of operators.
+"""Shapes: sizes of graph values, and names and arguments of operators.
 
-A symbolic size is no number. ``hint`` and ``sizes`` give one in the current world (``worlds``), in which recognition reads samples, and
-raise SizeRead elsewhere; ``same``, ``at_most`` and ``negative`` prove or guard; what a rewrite emits stays symbolic.
+A symbolic size has no number. ``hint`` and ``sizes`` return one in the current world (``worlds``), in which the matcher reads samples,
+and raise SizeRead outside of one; ``same``, ``at_most`` and ``negative`` prove or guard. Rewrites emit symbolic sizes.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from kvcompile.passes.graph.dynamo import OpOverload
 from kvcompile.passes.graph.worlds import as_number, value_in_capture
 
 PACKAGE = str(Path(__file__).parents[2])
-"""Our own frames, through which Dynamo traces what is done to a compressed cache, are not the model's source."""
+"""Path of this package: Dynamo traces through its frames for compressed caches, and they are not the model's source."""
 
 
 def hint(value: Any) -> int:
-    """A plain int for an int, a SymInt or a node that carries one, in the current world; raises SizeRead for a symbol outside of one."""
+    """Return an int, SymInt or a node's value as an int, in the current world. Raises SizeRead for a symbol outside of a world."""
     if isinstance(value, fx.Node):
         value = value.meta["val"]
     return as_number(value) if isinstance(value, torch.SymInt) else int(value)
 
 
 def estimate(value: Any) -> int:
-    """A size as it was when the graph was captured: for reports and for tuning, which change no result."""
+    """Return a size as it was at capture (1 for an unknown symbol): for reports and tuning only, which change no result."""
     if not isinstance(value, torch.SymInt):
         return int(value)
     expr, env = value.node.expr, value.node.shape_env
@@ -37,84 +37,84 @@ def estimate(value: Any) -> int:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two sizes are equal for all sizes that the graph's guards admit; asks without adding a guard."""
+    """Return whether two sizes are equal for all sizes that the guards admit; adds no guard."""
     return a == b if isinstance(a, int) and isinstance(b, int) else statically_known_true(a == b)
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Whether two sizes that belong together are equal in every call: proved, or guarded where they are in the captured one.
+    """Return whether two related sizes are equal in every call: proved, or equal at capture and then guarded.
 
-    No program that runs breaks such a guard: keys and values have one length.
+    Valid programs never break such a guard: for example, keys and values have one length.
     """
     return same(a, b) or (estimate(a) == estimate(b) and bool(a == b))
 
 
 def at_most(a: Any, b: Any) -> bool:
-    """Whether a <= b for all sizes that the graph's guards admit; asks without adding a guard."""
+    """Return whether a <= b for all sizes that the guards admit; adds no guard."""
     return a <= b if isinstance(a, int) and isinstance(b, int) else statically_known_true(a <= b)
 
 
 def plain(size: Any) -> Any:
-    """Return a symbolic size without symbols as an int; any other as it is."""
+    """Return a SymInt without free symbols as an int; any other size unchanged."""
     return int(size.node.expr) if isinstance(size, torch.SymInt) and size.node.expr.is_number else size
 
 
 def negative(size: Any) -> bool:
-    """Whether a size is below zero, in every call: proved, or else asked with a guard, as a slice from there did when it was traced."""
+    """Return whether a size is negative in every call: proved, or guarded as it was in the captured call, as slicing does too."""
     return size < 0 if isinstance(size, int) else not at_most(0, size) and bool(size < 0)
 
 
 def fixed_by_guard(size: Any) -> int:
-    """A size that must be a number as the one that it was in the captured call, which a guard holds from here on."""
+    """Return a size as in the captured call, and add a guard that keeps it so."""
     return int(size)
 
 
 def value_of(node: fx.Node) -> Any:
-    """The fake value that a node carries, or None."""
+    """Return the fake value of a node, or None."""
     return node.meta.get("val")
 
 
 def is_tensor(node: object) -> TypeGuard[fx.Node]:
-    """Whether a node carries a tensor."""
+    """Return whether ``node`` is a node with a tensor value."""
     return isinstance(node, fx.Node) and isinstance(value_of(node), torch.Tensor)
 
 
 def operand(node: fx.Node, position: int = 0) -> fx.Node:
-    """The argument of a call that is a graph value."""
+    """Return argument number ``position`` of a call, which must be a node."""
     found = node.args[position]
     assert isinstance(found, fx.Node), f"argument {position} of {node.format_node()} is no graph value"
     return found
 
 
 def sizes(node: fx.Node) -> tuple[int, ...]:
-    """The shape of a tensor node in the current world; raises SizeRead for a symbolic one outside of one."""
+    """Return the shape of a tensor node in the current world. Raises SizeRead for a symbolic size outside of one."""
     return tuple(hint(size) for size in value_of(node).shape)
 
 
 def rank(node: Any) -> int:
-    """The number of dims of a tensor node."""
+    """Return the number of dims of a tensor node."""
     return len(value_of(node).shape)
 
 
 def same_shape(node: fx.Node, other: fx.Node) -> bool:
-    """Whether two tensor nodes have one shape whatever their symbolic sizes are."""
+    """Return whether two tensor nodes have the same shape, as integers or as equal symbolic expressions."""
     first, second = value_of(node).shape, value_of(other).shape
     exact = [size.node.expr if isinstance(size, torch.SymInt) else size for size in (*first, *second)]
     return exact[: len(first)] == exact[len(first) :]
 
 
 def size_along(node: fx.Node, roles: tuple[str, ...], role: str, folded: int = 1) -> Any:
-    """The size, an int or a SymInt, of the dim of a tensor node that has ``role`` (``folded`` with others); 1 where none has."""
+    """Return the size (int or SymInt) of the dim with ``role``, divided by ``folded`` (sizes merged with it); 1 without such a dim."""
     found = [size for item, size in zip(roles, value_of(node).shape, strict=True) if role in item]
     return found[0] // folded if found else 1
 
 
 AS_WRITTEN = "as_written"
-"""The key of a node's metadata that marks a call on tensors that are made of others: no operator's name says what it does."""
+"""Metadata key of a call on wrapper subclasses, recorded undecomposed: its operator's name says nothing about its effect."""
 
 
 def op_name(node: object) -> str:
-    """``aten.add.Tensor`` is ``add``: the packet's bare name, empty for what is no ATen call."""
+    """Return an operator's bare name, such as ``add`` for ``aten.add.Tensor``; '' if ``node`` is no call of an operator."""
     if not isinstance(node, fx.Node) or node.op != "call_function" or AS_WRITTEN in node.meta:
         return ""
     target = node.target
@@ -124,7 +124,7 @@ def op_name(node: object) -> str:
 
 
 def bind(node: fx.Node) -> dict[str, Any]:
-    """Arguments of an ATen call by schema name, defaults filled in."""
+    """Return the arguments of an ATen call by schema name, with defaults filled in."""
     target = node.target
     assert isinstance(target, OpOverload)
     bound: dict[str, Any] = {}
@@ -139,7 +139,7 @@ def bind(node: fx.Node) -> dict[str, Any]:
 
 
 def source_line(node: fx.Node) -> str:
-    """The model's source line of a node: the innermost frame outside torch, as ``file:line: code``."""
+    """Return the model's source line of a node, as ``file:line: code``: the innermost frame outside of torch and this package."""
     trace = node.meta.get("stack_trace") or ""
     frames = [block.strip() for block in trace.split("  File ") if block.strip()]
     for frame in reversed(frames):
@@ -153,7 +153,7 @@ def source_line(node: fx.Node) -> str:
 
 
 def module_path(node: fx.Node) -> str:
-    """The dotted path of the module that a node came from, as Dynamo recorded it; '' where unknown."""
+    """Return the dotted path of the module that a node came from, as Dynamo recorded it; '' if unknown."""
     stack = node.meta.get("nn_module_stack") or {}
     for name, _ in reversed(list(stack.values())):
         return clean_path(name)
@@ -161,7 +161,7 @@ def module_path(node: fx.Node) -> str:
 
 
 def clean_path(name: str) -> str:
-    """``L['self']._modules['model']._modules['layers']._modules['0']`` is ``model.layers.0``."""
+    """Return a module name without Dynamo's notation: ``L['self']._modules['layers']._modules['0']`` becomes ``layers.0``."""
     text = name
     for old, new in (("L['self']", ""), ("._modules['", "."), ("['", "."), ("']", ""), ("[", "."), ("]", "")):
         text = text.replace(old, new)

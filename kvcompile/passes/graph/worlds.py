@@ -1,10 +1,10 @@
-"""Worlds: values for a graph's symbolic sizes, all of which its guards admit; what is read of a graph must hold in more than one.
+"""Worlds: values for a graph's symbolic sizes that its guards admit; a fact about the graph must hold in more than one world.
 
-A size that Dynamo left symbolic has no number. Code that reads coordinates off samples needs numbers all the same, so it runs more than
-once: in the world of the capture, and in another where every symbol that the guards let move has another value. What the runs disagree
-on was no fact about the graph but about one call. ::
+A size that Dynamo left symbolic has no number. Code that reads sampled coordinates needs numbers, so it runs twice: in the world of the
+capture, and in a world with another value for every symbol that the guards let change. Where the runs disagree, the result is a
+fact about one call, not about the graph. ::
 
-    captured at s0 = 9, s1 = 4     limit 9 in both worlds: a constant;     9, then 14: a size that was taken for one, refused
+    captured at s0 = 9, s1 = 4     limit 9 in both worlds: a constant;     9, then 14: a size mistaken for a constant, refused
     moved to    s0 = 14, s1 = 11   limit s0 in both worlds: symbolic
 """
 
@@ -25,26 +25,26 @@ Values = dict[Any, int]
 """A number for each symbol."""
 
 SIZE_OFFSETS = (3, 5, 7, 11, 13, -1, -2, -3, 1, 2, 4, 8, 16, 32, 64, 128, -4, -5, -7, -8, -16, -32, -64)
-"""By how much a symbol is moved, in the order of trying; multiples of powers of two, since guards ask for divisibility by those."""
+"""Offsets that are added to a symbol, in the order of trying; with multiples of powers of two, as guards ask for divisibility by those."""
 
 TRIED = 1500
-"""Ways to move a symbol that are tried."""
+"""Largest number of candidate worlds that are tried for one symbol."""
 
 COUNTED = 1 << 12
-"""Values of a symbol, and ranges of them, that are looked at to prove that its guards leave a single one."""
+"""Largest number of values, and of ranges, that are examined to prove that the guards fix a symbol."""
 
 _current: ContextVar[Mapping[Any, int] | None] = ContextVar("world", default=None)
 
 
 class SizeRead(TypeError):
-    """Raised where a symbolic size is read as a number outside of a world: whatever comes of it would hold for one call only."""
+    """Raised when a symbolic size is read as a number outside of a world: the result would hold for one call only."""
 
     def __init__(self, size: object) -> None:
         super().__init__(f"expected a size that is a number, found the symbolic size {size}, whose value is another one in other calls")
 
 
 def as_number(size: torch.SymInt) -> int:
-    """A symbolic size in the current world; raises SizeRead outside of one."""
+    """Return a symbolic size as an int, in the current world. Raises SizeRead outside of one."""
     expr, world = size.node.expr, _current.get()
     if expr.is_number:
         return int(expr)
@@ -55,7 +55,7 @@ def as_number(size: torch.SymInt) -> int:
 
 @contextmanager
 def inside(world: Mapping[Any, int]) -> Iterator[None]:
-    """Read symbolic sizes as they are in ``world``."""
+    """Make ``as_number`` read symbolic sizes from ``world`` inside of the context."""
     token = _current.set(world)
     try:
         yield
@@ -64,10 +64,10 @@ def inside(world: Mapping[Any, int]) -> Iterator[None]:
 
 
 class Guards:
-    """The guards on a graph's symbols: their ranges, and what was asked of them.
+    """Guards on a graph's symbols: ranges and conditions.
 
-    ``resize``: what each int in a guard is taken for. ``demands``: pairs of sizes that are equal in every call that runs at all, since an
-    operator raises where they are not, though no guard says so.
+    ``resize``: maps each int in a guard to the one to use instead (None: unchanged). ``demands``: pairs of sizes that are equal in every
+    call that succeeds, since an operator raises otherwise, though no guard says so.
     """
 
     def __init__(self, env: Any, resize: Callable[[int], int] | None = None, demands: Iterable[tuple[Any, Any]] = ()) -> None:
@@ -79,11 +79,11 @@ class Guards:
         self.asked = [(guard, guard.free_symbols) for guard in found if guard.free_symbols]
 
     def tied(self, symbol: Any) -> list[Any]:
-        """The symbols that some guard names together with ``symbol``, in order of their names."""
+        """Return the symbols that share a guard with ``symbol``, sorted by name."""
         return sorted(set().union(*(symbols for _, symbols in self.asked if symbol in symbols)) - {symbol}, key=str)
 
     def admit(self, values: Values, changed: Iterable[Any] | None = None) -> bool:
-        """Whether all guards hold, or those on ``changed`` symbols, as far as they name no symbol without a value."""
+        """Return whether ``values`` satisfy all guards, or all guards on ``changed`` symbols; guards on unknown symbols are skipped."""
         if self.env is None:
             return True
         asked = set(values if changed is None else changed)
@@ -97,17 +97,17 @@ class Guards:
         )
 
     def least(self, bounds: Any) -> int:
-        """The smallest value of a range."""
+        """Return the smallest value of a range."""
         if not bounds.lower.is_Integer:
             return 0
         return int(bounds.lower) if self.resize is None else self.resize(int(bounds.lower))
 
     def most(self, bounds: Any) -> Any:
-        """The largest value of a range, without end where it has none."""
+        """Return the largest value of a range; infinite if unbounded."""
         return self.resize(int(bounds.upper)) if self.resize is not None and bounds.upper.is_Integer else bounds.upper
 
     def single(self, symbols: Iterable[Any]) -> set[Any]:
-        """The symbols of which it can be proved that they have one value; what is known of one is used for the others."""
+        """Return the symbols with provably one value; each proof narrows the ranges for the next ones."""
         open_, found = set(symbols), set()
         while new := {symbol for symbol in open_ if self.fixed(symbol)}:
             found |= new
@@ -115,7 +115,7 @@ class Guards:
         return found
 
     def fixed(self, symbol: Any) -> bool:
-        """Whether it can be proved that a symbol has one value: every other breaks a guard, whatever the other symbols are."""
+        """Return whether a symbol provably has one value: any other breaks a guard, for all values of the other symbols."""
         bounds = self.env.var_to_range.get(symbol) if self.env is not None else None
         if bounds is None or not bounds.lower.is_Integer:
             return False
@@ -141,7 +141,7 @@ class Guards:
         return False
 
     def _possible(self, symbol: Any, low: Any, high: Any) -> bool:
-        """Whether the guards may hold for a range of values of a symbol and all that the ranges of the others allow."""
+        """Return whether the guards may hold for some value of ``symbol`` from ``low`` to ``high``, given the other symbols' ranges."""
         ranges = {**self.ranges, symbol: ValueRanges(low, high)}
         return all(bound_sympy(guard, ranges).upper != sympy.false for guard, symbols in self.asked if symbol in symbols)
 
@@ -157,7 +157,7 @@ def _expr(size: Any) -> Any:
 
 
 def holds(guard: Any, values: Values) -> bool:
-    """Whether a guard is not false for some values; one that divides by zero there was made for others."""
+    """Return whether a guard is not false for ``values``; a division by zero counts as false."""
     try:
         return bool(guard.xreplace(values) != sympy.false)
     except ZeroDivisionError:
@@ -165,26 +165,26 @@ def holds(guard: Any, values: Values) -> bool:
 
 
 def value_in_capture(env: Any, symbol: Any) -> int | None:
-    """The value that a symbol had when the graph was captured; None for one whose value only the data gives."""
+    """Return the value of a symbol at capture; None for a symbol that depends on data."""
     known = getattr(env, "backed_var_to_val", None) or env.var_to_val
     return int(known[symbol]) if symbol in known else None
 
 
 def empty_when_captured(size: torch.SymInt) -> bool:
-    """Whether a symbolic int is 0 in the captured call, which is one of its values and no fact about it."""
+    """Return whether a symbolic int is 0 in the captured call; other calls may differ."""
     return bool(size.node.hint == 0)
 
 
 def known_symbols(env: Any) -> tuple[Any, ...]:
-    """The symbols of a shape environment that have a value in the capture, whatever became of them since; () without an environment."""
+    """Return all symbols of a shape environment with a value at capture, replaced ones included; () without an environment."""
     if env is None:
         return ()
-    # torch 2.11 has the other name.
+    # torch 2.11 names it var_to_val.
     return tuple(env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val)
 
 
 def symbols_of(values: Iterable[Any]) -> list[Any]:
-    """All symbols of some fake values, themselves sizes or tensors of them, in order of their names."""
+    """Return all symbols in fake values (SymInts, or sizes and strides of tensors), sorted by name."""
     found = set()
     for value in values:
         sizes = [value] if isinstance(value, torch.SymInt) else (*value.shape, *value.stride()) if _dense(value) else ()
@@ -197,7 +197,7 @@ def _dense(value: object) -> bool:
 
 
 def neighbors(guards: Guards, values: Values, symbol: Any) -> Iterator[tuple[Values, set[Any]]]:
-    """The values with ``symbol`` moved, and what moved: by itself first, then with others that may be tied to it, as far or against it."""
+    """Yield (values with ``symbol`` moved, the moved symbols): first alone, then together with others, by equal or opposite steps."""
     tied = [other for other in guards.tied(symbol) if other in values]
     others = [*tied, *(other for other in values if other is not symbol and other not in tied)]
     alike = [other for other in others if values[other] == values[symbol]]
@@ -205,7 +205,7 @@ def neighbors(guards: Guards, values: Values, symbol: Any) -> Iterator[tuple[Val
     groups += [dict.fromkeys(others, 1), *({other: -1} for other in others)]
     groups += [dict.fromkeys(pair, 1) for pair in itertools.combinations(others, 2)]
     unique = [dict(group) for group in dict.fromkeys(frozenset(group.items()) for group in groups)]
-    # Every group by a step or two first: a program may run with none of the ways in which one symbol moves.
+    # Try every group with two offsets first: few of the ways to move one symbol may give a program that runs.
     for steps, group in itertools.product((SIZE_OFFSETS[:2], SIZE_OFFSETS[2:]), unique):
         for step in steps:
             changed = {symbol: 1, **group}
@@ -213,9 +213,9 @@ def neighbors(guards: Guards, values: Values, symbol: Any) -> Iterator[tuple[Val
 
 
 def moved(guards: Guards, start: Values, avoid: frozenset[int] = frozenset()) -> Values:
-    """Values that the guards admit in which every symbol of ``start`` is another one, as far as a way was found.
+    """Return values that the guards admit with every symbol of ``start`` changed, as far as a way was found.
 
-    No value is that of another symbol, nor in ``avoid``, where that can be helped: sizes that are equal by chance look alike.
+    Prefers values that differ from those of other symbols, of ``start`` and of ``avoid``: sizes that are equal by chance look alike.
     """
     current = dict(start)
     for symbol in start:
