@@ -1,10 +1,9 @@
-"""Verify: re-derive from the rewritten graph alone what soundness needs; a fact that is gone is an error.
+"""Verify: check the rewritten graph for the facts that soundness needs; a missing fact is an error.
 
-Checked on the rewritten graph, not on what the rewriter believes: no node reads or writes a cache
-tensor any more, every plane is written by exactly one append and read by attends and gathers only after it (or, where
-the model wrote after it attended, only before; a sliding cache may be unrolled before), what is calibrated stands before that
-append, what attention adds to is no append's, planes are never returned, and every result has the shape and dtype that
-the captured graph gave it.
+The facts are read from the rewritten graph, not from the rewriter's records. No node reads or writes a cache tensor. Every plane
+is written by exactly one append, and attends and gathers read it only afterwards (only before, if the model writes after it attends;
+a sliding cache may be unrolled before). Calibration comes before that append. Planes that attention adds to have no append. Planes are
+never returned. Every result has the shape and dtype of the captured graph.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def _fail(fact: str, found: object, node: fx.Node | None = None) -> None:
 
 
 def verify(rewritten: Rewritten, captured: Captured, fakes: tuple[Any, ...]) -> None:
-    """Raise VerificationFailed where the rewritten graph breaks a fact; ``fakes`` are its inputs' fake values."""
+    """Raise VerificationFailed unless the rewritten graph has all facts of the module docstring; ``fakes`` are its inputs' fake values."""
     graph = rewritten.module.graph
     placeholders = list(graph.find_nodes(op="placeholder"))
     count = sum(len(binding.plan.layout.planes) for binding in rewritten.bindings)
@@ -46,7 +45,7 @@ def verify(rewritten: Rewritten, captured: Captured, fakes: tuple[Any, ...]) -> 
     read_only = [binding for binding in rewritten.bindings if not binding.plan.slot.kind.facts.written]
     unwritten = _planes(read_only, planes)
     late = [binding for binding in rewritten.bindings if binding.plan.slot.write.late]
-    # What is concatenated grows behind the limit of such an attention, wherever that stands.
+    # Planes of a concatenated cache grow behind that attention's limit, so its order with the append does not matter.
     either = _planes([binding for binding in late if binding.plan.slot.kind.facts.extended], planes)
     before = _planes(late, planes)
     order = {node: index for index, node in enumerate(graph.nodes)}
@@ -57,9 +56,9 @@ def verify(rewritten: Rewritten, captured: Captured, fakes: tuple[Any, ...]) -> 
     for plane, spec in zip(planes, specs, strict=True):
         name = spec.name
         writers = [user for user in plane.users if _name(user) in APPENDS]
-        # First tokens of keys that lie in two stores are read side by side.
+        # Sinks of keys in two stores are concatenated before they are read.
         joined = [user for user in plane.users if spec.early and op_name(user) == "cat"]
-        # Heads of keys that go with the same values are read by one attention each.
+        # With tiled values, each attention reads a slice of the key heads.
         joined += [user for user in plane.users if op_name(user) == "slice"]
         beside = {user for user in joined if all(_name(reader) in attends for reader in user.users)}
         readers = [user for user in plane.users if _name(user) in attends or _name(user) == GATHER or user in beside]
@@ -96,12 +95,12 @@ def verify(rewritten: Rewritten, captured: Captured, fakes: tuple[Any, ...]) -> 
 
 
 def _planes(bindings: list[Binding], planes: list[fx.Node]) -> set[fx.Node]:
-    """The planes of some bindings."""
+    """Return the placeholders of all planes of ``bindings``."""
     return {planes[item.first_plane + index] for item in bindings for index in range(len(item.plan.layout.planes))}
 
 
 def _asks(user: fx.Node, name: str, writers: list[fx.Node], order: dict[fx.Node, int]) -> bool:
-    """Whether a node asks for a plane's size, for what its clock says before the append moves it on, or behind it whether it is broken."""
+    """Return whether a node only reads a plane's size, or the clock: before the append for a count, after it to test for a broken row."""
     if op_name(user) == "sym_size":
         return True
     views, users = [user], []
@@ -117,19 +116,19 @@ def _asks(user: fx.Node, name: str, writers: list[fx.Node], order: dict[fx.Node,
 
 
 def _counts(user: fx.Node) -> bool:
-    """Whether a node only takes the number in a plane, to subtract it from positions."""
+    """Return whether a node only reads a plane's number to subtract it from positions."""
     return op_name(user) == "reshape" and all(op_name(node) == "sub" for node in user.users)
 
 
 class _Changed(fx.Interpreter):
-    """Runs what a rewrite changed: a node of the captured graph whose operands are as they were gives what it gave."""
+    """Interpreter that runs only changed nodes: a captured node with unchanged operands returns its recorded fake value."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
         self.other: set[fx.Node] = set()
 
     def run_node(self, n: fx.Node) -> Any:
-        """The value of one node."""
+        """Return the value of one node, recorded or computed."""
         known = n.meta.get("val")
         called = n.op in {"call_function", "call_method"}
         if called and known is not None and self.other.isdisjoint(n.all_input_nodes):
@@ -141,7 +140,7 @@ class _Changed(fx.Interpreter):
 
 
 def _alike(value: Any, known: Any) -> bool:
-    """Whether two fake values have the same sizes, strides and dtype."""
+    """Return whether two values are tensors of equal sizes, strides, dtype and device."""
     if not isinstance(value, torch.Tensor) or not isinstance(known, torch.Tensor):
         return False
     same = value.dtype == known.dtype and value.device == known.device and _shape(value) == _shape(known)
@@ -165,7 +164,7 @@ def _same_results(rewritten: Rewritten, captured: Captured, fakes: tuple[Any, ..
 
 
 def _one_shape(value: torch.Tensor, known: torch.Tensor) -> bool:
-    """Whether two fake results have one shape: proved, or guarded where two spellings of a size are equal in the captured call."""
+    """Return whether two results have one shape: proved, or guarded if the sizes are equal in the captured call."""
     return value.dim() == known.dim() and all(equal(size, other) for size, other in zip(value.shape, known.shape, strict=True))
 
 

@@ -1,1 +1,1 @@
-"""Plan: which scheme each slot of a matched graph gets."""
+"""Plan: choose a scheme for each slot of a matched graph."""

@@ -1,4 +1,4 @@
-"""Certify: give a policy's schemes budgets and checks, or a report of their error where their attention has no certificate. Pure."""
+"""Certify: add a certificate, or an error report where a scheme has no certificate, to the schemes of a policy. Pure."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from kvcompile.types import PAGE, Role, SlotSpec
 
 
 def certifying(policy: Policy, certify: object) -> Policy:
-    """The policy with ``certify`` for schemes whose attention has a certificate, and reports for the others.
+    """Return the policy with ``certify`` set on schemes that have a certificate, and error reports for the others.
 
-    Exact layers beside others that fall back are left as they are: they are what the others fall back to.
-    Raises BadSetting, or a SchemeError where there can be neither.
+    Exact schemes stay unchanged where other layers fall back to dense: they have nothing to fall back to.
+    Raises BadSetting if ``certify`` is no Certify, or a SchemeError if a scheme supports neither.
     """
     if not isinstance(certify, Certify):
         raise BadSetting(setting="certify", expected="a Certify", found=certify)

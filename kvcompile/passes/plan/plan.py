@@ -1,7 +1,7 @@
-"""Plan: which site gets which scheme, and what it will cost. Pure.
+"""Plan: the scheme of each site and its bytes. Pure.
 
-Bytes are sympy expressions of B (batch rows) and T (tokens in use), so
-that what is announced can be printed, evaluated and held against what was allocated.
+Bytes are sympy expressions of B (batch rows) and T (tokens in use), so that announced bytes can be printed, evaluated and compared with
+allocated ones.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Growing:
-    """How long stores become; those of a graph for which it is equal have the same number of pages.
+    """The growth of a store; stores of a graph with equal growth have the same number of pages.
 
-    ``end``: the capacity that they grow up to, None for no end. ``still``: whether their first write was the last, as that of
-    cross-attention is: they need no room behind their tokens.
+    ``end``: the capacity that it grows up to, None for unbounded. ``still``: its first write is its last, as in cross-attention, so
+    it needs no spare room.
     """
 
     end: int | None
@@ -58,13 +58,13 @@ class Growing:
 
     @property
     def label(self) -> str:
-        """A word that no other value has, '' for stores that grow without an end."""
+        """A unique text for each value, '' for unbounded growth."""
         return f"{'' if self.end is None else self.end}{'still' if self.still else ''}"
 
 
 @dataclass(frozen=True)
 class SlotPlan:
-    """One slot with its scheme, layout and bytes."""
+    """A slot with its scheme, layout and bytes."""
 
     slot: Slot
     role: Role
@@ -72,27 +72,27 @@ class SlotPlan:
     spec: SlotSpec
     layout: Layout
     window: int = 0
-    """Tokens kept in full precision: the larger of both halves of the site, since one attention reads both."""
+    """Newest tokens kept in full precision: the larger of the site's windows for keys and values, since one attention reads both."""
     rope: KeyRope | None = None
-    """The rotary embedding of keys that are stored before it."""
+    """The rotary embedding to undo in stored keys (``pre_rope`` schemes); None for other slots."""
     sinks: int = 0
-    """First tokens kept in full precision: the larger of both halves of the site."""
+    """First tokens kept in full precision: the larger of the site's numbers for keys and values."""
     still: bool = False
-    """Whether this graph says that no token will come behind those of the first write."""
+    """Whether this graph shows that no token is appended after the first write."""
 
     @property
     def knows_padding(self) -> bool:
-        """Whether its write path must know where each row's padding ends."""
+        """Whether the write path needs each row's end of padding."""
         return bool(self.window or self.sinks) or self.scheme.keeps_padding_out
 
     @property
     def rotation(self) -> Rotation | None:
-        """Return the rotation of the channels of the store's tokens, None where they are as the model has them."""
+        """The rotation of the stored channels; None if they are stored unrotated."""
         return self.scheme.rotation(self.spec)
 
     @property
     def end(self) -> int | None:
-        """Return the capacity that the store grows up to, None for no end."""
+        """The capacity that the store grows up to; None for unbounded."""
         slot = self.slot
         if slot.sliding is not None:
             return slot.sliding.slots
@@ -101,19 +101,19 @@ class SlotPlan:
 
     @property
     def growing(self) -> Growing:
-        """Return how long the store becomes."""
+        """The growth of the store."""
         return Growing(self.end, self.still)
 
     @property
     def in_order(self) -> bool:
-        """Whether the store takes tokens in their order only."""
+        """Whether tokens must be appended in order."""
         return bool(self.window) or self.scheme.in_order
 
     @property
     def bytes_after(self) -> sympy.Expr:
-        """Bytes of the planes for ``BATCH`` rows and ``TOKENS`` tokens in use, whole pages.
+        """Bytes of the planes for ``BATCH`` rows and ``TOKENS`` tokens in use, in whole pages.
 
-        Where a scheme keeps to a budget, that, and what it keeps of originals beside it.
+        For an adaptive scheme: its announced budget, plus its full-precision tokens.
         """
         if isinstance(self.scheme, Adaptive):
             token = self.spec.head_dim * 2 * self.scheme.announced + self.scheme.original_bytes(self.spec)
@@ -122,17 +122,17 @@ class SlotPlan:
 
     @property
     def bytes_before(self) -> sympy.Expr:
-        """Bytes of the dense slot for as many tokens."""
+        """Bytes of the dense cache for the same tokens."""
         return self._rows * self._tokens * self.spec.heads * self.spec.head_dim * self.spec.dtype.itemsize
 
     @property
     def _rows(self) -> sympy.Expr:
-        """Rows that are stored: a pool is one, whatever the batch."""
+        """Stored rows: 1 for a pool, whatever the batch."""
         return BATCH if self.slot.block_table is None else sympy.Integer(1)
 
     @property
     def _tokens(self) -> sympy.Expr:
-        """Tokens that are stored of ``TOKENS`` in use; a pool holds all its places from the start."""
+        """Stored tokens when ``TOKENS`` are in use: all slots of a pool, at most the window of a sliding cache."""
         if self.slot.block_table is not None:
             return sympy.Integer(self.slot.axes.room(value_of(self.slot.root).shape))
         return TOKENS if self.slot.sliding is None else sympy.Min(TOKENS, self.slot.sliding.slots)
@@ -140,9 +140,10 @@ class SlotPlan:
 
 @dataclass(frozen=True)
 class SitePlan:
-    """One site with its slots planned; key and value are one plan where a latent serves as both.
+    """A site with its planned slots; ``key`` and ``value`` are one plan if a latent serves as both.
 
-    ``certify``: every step over codes adds its certificate to the last plane of the keys, counting what is beyond these budgets.
+    ``extra_key``: a second slot of key channels, or None. ``certify``: each decode step adds its error report to the keys' last plane and
+    counts steps beyond these budgets; None for no report.
     """
 
     site: Site
@@ -153,19 +154,19 @@ class SitePlan:
 
     @property
     def parts(self) -> tuple[SlotPlan, ...]:
-        """The plans of the slots, each once."""
+        """The plans of all slots, without repeats."""
         distinct = (self.key,) if self.value is self.key else (self.key, self.value)
         return distinct if self.extra_key is None else (*distinct, self.extra_key)
 
     @property
     def keys(self) -> tuple[SlotPlan, ...]:
-        """The plans of the slots whose channels, one behind the other, attention takes as keys."""
+        """The plans of the slots with the keys' channels, in order of channels."""
         return (self.key,) if self.extra_key is None else (self.key, self.extra_key)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All planned sites, the sites that the plan had to refuse, and the module paths of those that the policy leaves out."""
+    """All planned sites, the refusals, and the module paths of sites that the policy leaves out."""
 
     sites: tuple[SitePlan, ...]
     refusals: tuple[Refusal, ...]
@@ -173,7 +174,10 @@ class Plan:
 
 
 def _slot_plan(slot: Slot, role: Role, chosen: Scheme, exact: tuple[int, int], rolling: int | None, effects: Effects) -> SlotPlan:
-    """Plan a slot that keeps ``exact`` tokens in full precision, the newest and the first ones."""
+    """Plan a slot with ``exact`` = (newest, first) tokens in full precision. Raises a SchemeError or Miss if the scheme cannot hold it.
+
+    ``rolling``: the capacity of a buffer with moving tokens, else None.
+    """
     scheme, (window, sinks) = chosen.for_role(role), exact
     spec = SlotSpec(slot.heads, slot.head_dim, value_of(slot.root).dtype, role)
     scheme.check(spec)
@@ -188,7 +192,10 @@ def _slot_plan(slot: Slot, role: Role, chosen: Scheme, exact: tuple[int, int], r
 
 
 def _needs_order(scheme: Scheme, layout: Layout, blocks: str, beside: str, turned: str) -> str | None:
-    """Why a scheme needs its tokens in their order, in the words of who cannot keep them so; None where it does not."""
+    """Return the reason, for an error message, why a scheme needs its tokens in order; None if it does not.
+
+    ``blocks``, ``beside`` and ``turned`` complete the message for schemes that encode blocks, keep further planes, or undo RoPE.
+    """
     if not scheme.by_token:
         return f"encodes blocks of consecutive tokens, and {blocks}"
     if layout.ordered:
@@ -199,21 +206,21 @@ def _needs_order(scheme: Scheme, layout: Layout, blocks: str, beside: str, turne
 
 
 def _check_dtypes(site: Site) -> None:
-    """Raise where a cache's dtype is none that kernels are made for."""
+    """Raise UnsupportedDtype if no kernel supports a cache's dtype."""
     for slot in site.slots:
         if (dtype := value_of(slot.root).dtype) not in DTYPES:
             raise UnsupportedDtype(known=[str(known).removeprefix("torch.") for known in DTYPES], dtype=dtype)
 
 
 def _check_table(scheme: Scheme, layout: Layout) -> None:
-    """Raise where tokens that lie at any place meet a scheme that needs them in their order."""
+    """Raise PagedNeedsTokens if the scheme of a paged cache needs its tokens in order."""
     why = _needs_order(scheme, layout, "those of a sequence lie at places of their own", "cannot be gathered with them", "")
     if why is not None:
         raise PagedNeedsTokens(scheme=scheme.spec(), why=why)
 
 
 def _check_ring(slots: int, scheme: Scheme, layout: Layout) -> None:
-    """Raise where a cache of ``slots`` places that are written over again meets a scheme that needs its tokens in their order."""
+    """Raise SlidingNeedsTokens if the scheme of a cache of ``slots`` slots that are overwritten needs its tokens in order."""
     why = _needs_order(
         scheme, layout, "each new token would be written over one of the oldest block", "do not go around with them",
         " once places are written over again",
@@ -223,7 +230,7 @@ def _check_ring(slots: int, scheme: Scheme, layout: Layout) -> None:
 
 
 def _check_order(site: Site, pair: Pair) -> None:
-    """Raise where tokens do not come one behind the other, by the call that attends to them, and a scheme needs that."""
+    """Raise OrderNotKnown if a scheme needs tokens in order, and this call does not show that they are written in order."""
     needs = next((scheme for scheme in (pair.k, pair.v) if scheme.in_order), None)
     if needs is None:
         return
@@ -239,7 +246,7 @@ def _check_order(site: Site, pair: Pair) -> None:
 
 
 def _check_alone(site: Site, pair: Pair, every: Sequence[Site]) -> None:
-    """Raise where another attention reads a cache of this one, and a scheme's own attention decides what its caches hold."""
+    """Raise OrderNotKnown if another attention reads a cache of this site, and a scheme's own attention decides its contents."""
     needs = next((scheme for scheme in (pair.k, pair.v) if scheme.attention != Scheme.attention), None)
     parts = {slot.part for slot in site.slots}
     others = {slot.part for other in every if other is not site for slot in other.slots}
@@ -248,7 +255,7 @@ def _check_alone(site: Site, pair: Pair, every: Sequence[Site]) -> None:
 
 
 def _check_device(site: Site, pair: Pair) -> None:
-    """Raise where a scheme's attention does not run on a cache's device."""
+    """Raise DeviceUnsupported if a scheme's attention does not run on the cache's device."""
     for scheme in (pair.k, pair.v):
         device = value_of(site.key.root).device.type
         if scheme.devices is not None and device not in scheme.devices:
@@ -256,7 +263,7 @@ def _check_device(site: Site, pair: Pair) -> None:
 
 
 def _check_log_sums(site: Site, pair: Pair) -> None:
-    """Raise Miss where a log-sum is needed of an attention that gives none."""
+    """Raise Miss if the log-sum of the scores is needed, and the scheme's attention does not return it."""
     if not site.attention.gives_log_sums:
         return
     own = next((scheme.name for scheme in (pair.k, pair.v) if scheme.attention != Scheme.attention), None)
@@ -268,7 +275,7 @@ def _check_log_sums(site: Site, pair: Pair) -> None:
 
 
 def _check_tiles(site: Site, pair: Pair, value: SlotPlan) -> None:
-    """Raise Miss where values have fewer heads than keys, and something reads both head by head."""
+    """Raise Miss if values have fewer heads than keys, and the scheme or certificate needs equal numbers."""
     if site.value.tiles == 1:
         return
     own = next((scheme.name for scheme in (pair.k, pair.v) if scheme.attention != Scheme.attention), None)
@@ -282,7 +289,7 @@ def _check_tiles(site: Site, pair: Pair, value: SlotPlan) -> None:
 
 
 def _check_fill(site: Site, pair: Pair) -> None:
-    """Raise Miss where a number that masked scores are replaced by meets what knows hidden tokens only."""
+    """Raise Miss if masked scores get a finite fill value, and the scheme or cache only supports hidden tokens (-inf)."""
     fill = site.bounds.fill
     if fill == -math.inf:
         return
@@ -300,13 +307,13 @@ def _check_fill(site: Site, pair: Pair) -> None:
 
 
 def layer_of(path: str, index: int) -> int:
-    """The number of a layer: the first number in its module path, else that of the attention in its graph."""
+    """Return a layer's number: the first number in its module path, else ``index``."""
     found = re.search(r"(?<![A-Za-z_])\d+(?![A-Za-z_])", path)
     return int(found[0]) if found else index
 
 
 def rolls(site: Site) -> int | None:
-    """The capacity of a buffer that is no longer than the window of its mask: once it is full, its tokens will be moved."""
+    """Return the capacity of a buffer no longer than its mask's window, in which tokens move once it is full; None for other caches."""
     hi, lo, slot = site.bounds.hi, site.bounds.lo, site.key
     if lo is None or not slot.kind.facts.in_place or (hi.kind, hi.node) != (lo.kind, lo.node):
         return None
@@ -315,9 +322,9 @@ def rolls(site: Site) -> int | None:
 
 
 def _still(slot: Slot, site: Site) -> bool:
-    """Whether a slot is only read, or starts with tokens that are not those of the queries: such a cache grows no more.
+    """Return whether a cache will not grow: it is only read, or it is created with other tokens than the queries'.
 
-    A guess that costs a copy where it is wrong, as the next write makes room. A buffer has its own capacity in any case.
+    A wrong guess costs a copy, as the next write makes room. A buffer has its own capacity in any case.
     """
     facts = slot.kind.facts
     if not facts.written:
@@ -326,7 +333,7 @@ def _still(slot: Slot, site: Site) -> bool:
 
 
 def site_plan(site: Site, pair: Pair, effects: Effects) -> SitePlan:
-    """Return a site with both its slots planned by ``pair``; raises a SchemeError where a scheme cannot hold its slot."""
+    """Plan a site's slots with the schemes of ``pair``. Raises a SchemeError or Miss if a scheme cannot hold its slot."""
     pair = dataclasses.replace(pair, k=pair.k.for_module(site.path), v=pair.v.for_module(site.path))
     window, sinks = max(pair.k.window, pair.v.window), max(pair.k.sinks, pair.v.sinks)
     if window and not site.key.kind.facts.written:
@@ -355,15 +362,15 @@ def site_plan(site: Site, pair: Pair, effects: Effects) -> SitePlan:
         _check_tiles(site, pair, value)
         pair.k.check_site(key.spec, value.spec, layer_of(site.path, site.index))
         return SitePlan(site, key, value, certify=pair.certify)
-    # What serves as keys and as values is stored once, by the scheme of the keys, the more sensitive half; in the
-    # form that values have (scales of its own for every token), as nothing is known of a latent's channels.
+    # A slot that serves as keys and values is stored once, by the scheme of the more sensitive keys, in the form for values (scales for
+    # every token), as a latent's channels have no known statistics.
     key = planned(site.key, Role.VALUE, pair.k)
     extra_key = None if site.extra_key is None else planned(site.extra_key, Role.VALUE, pair.k)
     return SitePlan(site, key, key if site.value is site.key else planned(site.value, Role.VALUE, pair.v), extra_key)
 
 
 def plan(matched: Matched, policy: Policy) -> Plan:
-    """Give every site its schemes; a site that its scheme cannot hold becomes a refusal, one that the policy leaves out does not."""
+    """Plan every site of a matched graph; a site that its scheme cannot hold becomes a refusal, one that the policy leaves out does not."""
     sites, refusals = [], [item for item in matched.refusals if not policy.leaves_out(item.path)]
     paths = [*(item.path for item in matched.refusals), *(item.path for item in matched.sites)]
     left_out = [path for path in paths if policy.leaves_out(path)]
@@ -389,7 +396,7 @@ def plan(matched: Matched, policy: Policy) -> Plan:
 
 
 def _shares(site: Site, matched: Matched, planned: list[SitePlan]) -> bool:
-    """Whether a cache tensor of ``site`` also serves a site that was refused: half a tensor cannot be freed."""
+    """Return whether a cache tensor of ``site`` also serves a refused site: then it must stay dense."""
     refused = {other.index for other in matched.sites} - {item.site.index for item in planned}
     roots = {slot.root for slot in site.slots}
     return any(roots & {slot.root for slot in other.slots} for other in matched.sites if other.index in refused)

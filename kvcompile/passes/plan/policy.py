@@ -1,7 +1,7 @@
-"""Policy: which schemes the keys and values of each attention get. Pure.
+"""Policy: schemes for the keys and values of each attention. Pure.
 
-A policy is one scheme, a pair for keys and values, or globs over module paths; the longest matching glob wins. None in place of a scheme
-leaves the attentions of these paths as they are.
+A policy is one scheme, a pair for keys and values, or a mapping from globs over module paths; the longest matching glob wins. A scheme of
+None leaves the attentions of its paths unchanged.
 """
 
 from __future__ import annotations
@@ -17,40 +17,40 @@ from kvcompile.schemes import Certify, Scheme, parse
 
 @dataclass(frozen=True)
 class Pair:
-    """Separate schemes for keys and values; ``certify``: what their attention reports of its error is held against, None for no report."""
+    """Schemes for keys and for values; ``certify``: budgets for their attention's error reports, None for no report."""
 
     k: Scheme
     v: Scheme
     certify: Certify | None = None
 
     def spec(self) -> str:
-        """The pair as text, part of cache keys."""
+        """Return the pair as text, for cache keys."""
         return f"{self.k.spec()}|{self.v.spec()}" + (f"|{self.certify.spec()}" if self.certify is not None else "")
 
 
 @dataclass(frozen=True)
 class Policy:
-    """Scheme pairs by module-path glob, in the order of their writing; ``*`` is the default. A pair of None: not rewritten."""
+    """Scheme pairs by glob over module paths, in the order written; ``*`` is the default, a pair of None means not rewritten."""
 
     rules: tuple[tuple[str, Pair | None], ...]
 
     @property
     def pairs(self) -> tuple[tuple[str, Pair], ...]:
-        """The rules that choose schemes."""
+        """The rules with schemes."""
         return tuple((glob, pair) for glob, pair in self.rules if pair is not None)
 
     def of(self, path: str) -> Pair | None:
-        """The pair for a module path: the longest matching glob wins; None where that leaves it out, or where no glob matches."""
+        """Return the pair of the longest glob that matches ``path``; None if that glob leaves it out, or none matches."""
         rule = self._rule(path)
         return rule[1] if rule is not None else None
 
     def leaves_out(self, path: str) -> bool:
-        """Whether the longest glob that matches a module path says that it is not rewritten."""
+        """Return whether the longest glob that matches ``path`` leaves it out."""
         rule = self._rule(path)
         return rule is not None and rule[1] is None
 
     def unmatched(self, paths: Collection[str]) -> tuple[str, ...]:
-        """The globs that match none of these module paths, but for a default."""
+        """Return the globs, except ``*``, that match none of ``paths``."""
         return tuple(glob for glob, _ in self.rules if glob != "*" and not any(fnmatch.fnmatch(path, glob) for path in paths))
 
     def _rule(self, path: str) -> tuple[str, Pair | None] | None:
@@ -58,18 +58,18 @@ class Policy:
         return max(hits, key=lambda hit: hit[0])[1] if hits else None
 
     def spec(self) -> str:
-        """The policy as text, part of cache keys."""
+        """Return the policy as text, for cache keys."""
         return ";".join(f"{glob}=>{pair.spec() if pair is not None else None}" for glob, pair in self.rules)
 
 
 KEY_AND_VALUE = {"k", "v"}
-"""What a mapping for one attention has to name."""
+"""Required keys of a mapping for one attention."""
 LIKE_KEY_AND_VALUE = ("key", "keys", "value", "values", "k_cache", "v_cache", "key_cache", "value_cache")
-"""Names that people give to halves."""
+"""Names that users may write in place of ``k`` and ``v``."""
 
 
 def pair_of(choice: object) -> Pair:
-    """A pair from a name, a spelled scheme, a Scheme object, or a mapping with ``k`` and ``v``."""
+    """Return a pair for a name, a scheme's text, a Scheme, a Pair, or a mapping with ``k`` and ``v``. Raises a SchemeError otherwise."""
     if isinstance(choice, Pair):
         return choice
     if isinstance(choice, Scheme):
@@ -86,13 +86,13 @@ def pair_of(choice: object) -> Pair:
 
 
 def _names_halves(choice: Mapping[object, object]) -> bool:
-    """Whether a mapping was meant to name keys and values of one attention, rather than module paths."""
+    """Return whether a mapping's keys look like names for keys and values rather than module paths."""
     names = [str(name).strip().lower() for name in choice]
     return bool(names) and all(name in KEY_AND_VALUE or difflib.get_close_matches(name, LIKE_KEY_AND_VALUE, 1, 0.75) for name in names)
 
 
 def policy_of(choice: object) -> Policy:
-    """A policy from whatever ``backend(scheme=...)`` was given; raises a SchemeError."""
+    """Return the policy for the argument of ``backend(scheme=...)``. Raises a SchemeError if it is none."""
     if isinstance(choice, Policy):
         return choice
     if isinstance(choice, Mapping) and set(choice) != KEY_AND_VALUE and not (choice and _names_halves(choice)):

@@ -1,4 +1,4 @@
-"""Reporting: which attentions over codes can say how far they are from their originals, and where what they say is added up. Pure."""
+"""Reporting: sites and schemes that can report their distance from full precision, and the plane that accumulates reports. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ TALLY = dataclasses.replace(TELEMETRY_PLANE, tally=True)
 
 
 def check_site(site: Site, rolling: int | None) -> None:
-    """Raise NotReported where what attention reads is not what was cached; ``rolling``: the capacity of a buffer whose tokens move."""
+    """Raise NotReported if attention reads other tokens than were cached (latents, paged or sliding caches).
+
+    ``rolling``: the capacity of a buffer with moving tokens, else None.
+    """
     found = None
     if site.assembly is not None:
         found = "ones that are made from a cached latent"
@@ -27,7 +30,7 @@ def check_site(site: Site, rolling: int | None) -> None:
 
 
 def check_scheme(scheme: Scheme, slot: SlotSpec, path: str) -> None:
-    """Raise NotBounded or NotReported where what a scheme stores says too little of the originals."""
+    """Raise NotBounded or NotReported if the encoding of ``slot`` has no error bound, or keys are stored before RoPE."""
     if scheme.radius(slot) is None:
         raise NotBounded(scheme=scheme.spec())
     if scheme.pre_rope:
@@ -35,7 +38,7 @@ def check_scheme(scheme: Scheme, slot: SlotSpec, path: str) -> None:
 
 
 def with_tally(layout: Layout, slot: SlotSpec) -> Layout:
-    """A layout with the plane that an attention's reports are added to, behind all others of its keys; and what a window refilled."""
+    """Return a key slot's layout with the report plane appended, preceded by a plane for window refills if windowed; others unchanged."""
     if slot.role is not Role.KEY:
         return layout
     windowed = any(plane.name == "window" for plane in layout.planes)
