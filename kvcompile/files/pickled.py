@@ -47,7 +47,8 @@ RENAMED: dict[str, dict[str, str]] = {
     "kvcompile.extensions.certified.scheme": {"Values": "ValueStorage"},
     "kvcompile.extensions.smartkv.scheme": {"Tier2": "OptionalTier2"},
 }
-"""By module: the names that classes of ``STORED`` had up to version 0.1, with their present ones. The modules keep them as aliases."""
+"""By module: former name of each class of ``STORED`` renamed since version 0.1, with its present name. The modules keep the former as an
+alias."""
 
 
 class _Resolved(type):

@@ -1,4 +1,4 @@
-"""Events of a CUDA device, with the types that torch leaves out."""
+"""CUDA events with type annotations, which torch's own class lacks."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch
 
 
 class Event(Protocol):
-    """Methods of ``torch.cuda.Event`` that are used, with their types."""
+    """The methods of ``torch.cuda.Event`` that we use."""
 
     def record(self) -> None:
-        """Mark what the current stream was asked for until now."""
+        """Record the event after the work queued on the current stream so far."""
 
     def query(self) -> bool:
-        """Whether the device has done what was marked."""
+        """Return whether the work before the event is done."""
 
     def synchronize(self) -> None:
-        """Wait until the device has done what was marked."""
+        """Wait until the work before the event is done."""
 
 
 def new_event() -> Event:
-    """Return an event that nothing is marked by yet."""
+    """Return a new event, not recorded yet."""
     made: Callable[[], Event] = torch.cuda.Event
     return made()
