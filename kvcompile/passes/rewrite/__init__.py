@@ -1,1 +1,1 @@
-"""Rewrite: a planned graph becomes one over a store's planes."""
+"""Rewrite: turn a planned graph into one over the planes of stores."""

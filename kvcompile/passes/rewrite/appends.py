@@ -1,11 +1,11 @@
-"""Appends: each slot's new tokens, encoded and written once into its store.
+"""Appends: encode each slot's new tokens and write them once into its store.
 
 ::
 
     cache.index_copy_(2, pos, k)      ->  append(k, planes, positions, "int4")             a store without a window
                                           append_window(k, planes, positions, origin, ...)  one with a window: returns its newest tokens
 
-A slot whose scheme is calibrated by this call's queries is written where the attention stands, behind its queries.
+A slot with planes calibrated from this call's queries is written at the attention, after its queries.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from kvcompile.passes.rewrite.sliding import SlidingCaches
 
 @dataclass(frozen=True)
 class ExactNewest:
-    """The results of an append to a slot with a window: the newest tokens, where the new ones start, the rows' origins (None: all 0)."""
+    """Results of an append to a windowed store: the newest tokens, the start of the new ones, and the rows' origins (None: all 0)."""
 
     tokens: fx.Node
     start: fx.Node
@@ -43,7 +43,7 @@ class ExactNewest:
 
 
 class Appends:
-    """The appends of one graph while it is rewritten; ``tokens`` and ``exact_newest`` are by the part of a cache that was written."""
+    """The appends of one graph during a rewrite; ``tokens`` and ``exact_newest`` are keyed by the slot's part of a cache tensor."""
 
     def __init__(self, context: Context, planes: Planes, rope: RopeTables, sliding: SlidingCaches, paged: PagedCaches) -> None:
         self.context, self.planes, self.rope, self.sliding, self.paged = context, planes, rope, sliding, paged
@@ -53,7 +53,7 @@ class Appends:
         self._origins: dict[Any, fx.Node] = {}
 
     def append(self, slot: SlotPlan, late: Emitter | None = None) -> fx.Node:
-        """Encode and write the new tokens of one slot, at the write or where ``late`` says; returns them as [B, K, S, D]."""
+        """Emit the append of one slot's new tokens, at the write or at ``late`` if given; return the tokens as [B, K, S, D]."""
         assert slot.slot.kind.facts.written
         part = slot.slot.part
         if part not in self.tokens:
@@ -75,14 +75,14 @@ class Appends:
             return tokens
         position = self.positions.of(emit, slot)
         if late is not None:
-            # The written tokens are those that stood there at the write.
+            # Keep the tokens as of the write: they may be changed in place before the later append.
             changes = self.context.effects.writes_to(write.values)
             tokens, emit = emit.call(aten.clone.default, tokens) if changes else tokens, late
         self._encode(emit, slot, tokens, position)
         return tokens
 
     def _encode(self, emit: Emitter, slot: SlotPlan, tokens: fx.Node, position: fx.Node) -> None:
-        """Emit the operation that encodes ``tokens`` into a linear store, counted from each row's left padding where that matters."""
+        """Emit the append of ``tokens`` [B, K, S, D] to a linear store; positions count from each row's origin if the scheme needs it."""
         origin = None
         if slot.knows_padding:
             emit, position, origin = self._counted_from_padding(emit, slot, position)
@@ -99,7 +99,7 @@ class Appends:
         )
         newest, used = (emit.call(operator.getitem, made, index) for index in (0, 1))
         if slot.sinks:
-            # As the window has them: NaN where they came out of their order.
+            # Taken from the window, which holds NaN for tokens that arrived out of order.
             self._keep_first(emit, slot, emit.call(aten.slice.Tensor, newest, 2, slot.window), position, used)
         start = emit.call(aten.select.int, position, 1, 0)
         if origin is not None:
@@ -107,7 +107,7 @@ class Appends:
         self.exact_newest[slot.slot.part] = ExactNewest(newest, start, used if origin is not None else None)
 
     def _keep_first(self, emit: Emitter, slot: SlotPlan, stored: fx.Node, position: fx.Node, origin: fx.Node | None) -> None:
-        """Emit the operation that keeps a row's first tokens as they are, where the site has any."""
+        """Emit the write of each row's first tokens in full precision, if the slot keeps any."""
         planes = [node for spec, node in zip(slot.layout.planes, self.planes.of(slot), strict=True) if spec.early]
         if planes:
             emit.call(torch.ops.kvcompile.keep_first.default, stored, planes, position, origin)
@@ -115,32 +115,35 @@ class Appends:
     def _emit(
         self, emit: Emitter, slot: SlotPlan, tokens: fx.Node, planes: list[fx.Node], position: fx.Node, origin: fx.Node | None
     ) -> None:
-        """Emit ``append``, with as few of its optional operands as it needs."""
+        """Emit ``append`` with only the optional operands that it needs."""
         tables = self.planes.encoding(slot)
         optional = [origin, tables] if tables else [] if origin is None else [origin]
         emit.call(torch.ops.kvcompile.append.default, tokens, planes, position, slot.scheme.spec(), *optional)
 
     def read_back(self, emit: Emitter, slot: SlotPlan, tokens: fx.Node) -> fx.Node:
-        """New tokens [B, K, S, D] as attention of the call that fills an empty cache reads them."""
+        """Return new tokens [B, K, S, D] as a prefill's attention reads them: decoded if the scheme demands it, else unchanged."""
         if not slot.scheme.prefill_reads_codes or slot.window:
             return tokens
         levels, tables = self.planes.constant(slot), self.planes.encoding(slot)
         return emit.call(torch.ops.kvcompile.read_back.default, tokens, levels, tables, slot.scheme.spec())
 
     def _counted_from_padding(self, emit: Emitter, slot: SlotPlan, position: fx.Node) -> tuple[Emitter, fx.Node, fx.Node | None]:
-        """Where to append and at which position, at the write or later if the masks are, and the rows' origins [B] where they have any."""
+        """Return (emitter, positions, row origins [B] or None) for an append to a store that counts from each row's first token.
+
+        The emitter is at the write, or at the attention if a mask that defines the origins is computed after the write.
+        """
         site, order = self.context.site_of(slot).site, self.context.effects.order
         terms = padding(site.bounds)
         if not terms:
             return emit, position, None
         if max(order[term.node] for term in terms) > order[slot.slot.write.node]:
-            # The position is taken where the write stood: its counter may have moved on by then.
+            # The position is copied at the write: its counter may change before the later append.
             position = emit.call(aten.clone.default, position)
             emit = self.context.emit_before(site.attention.output)
         return emit, position, padded_rows(emit, terms, site, self._origins)
 
     def calibrate(self, emit: Emitter, item: SitePlan, q_BHSD: fx.Node) -> None:
-        """Compute the planes of a site's keys that come from queries, where this call fills their store and nothing is encoded yet."""
+        """Emit the key planes that are computed from queries, if this call fills an empty store and nothing is encoded yet."""
         slot = item.key
         if not self.context.is_calibrated(slot) or slot.slot.part in self.tokens:
             return
@@ -150,7 +153,7 @@ class Appends:
         calibrate(emit, item, queries, self.planes.of(slot), slot.slot.write.count)
 
     def _before_rope(self, emit: Emitter, item: SitePlan, q_BHSD: fx.Node) -> fx.Node:
-        """Queries as the scheme takes them: before RoPE, where it wants that and they stand where the keys do."""
+        """Return the queries for calibration: before RoPE if the scheme asks for it and queries have the positions of the new keys."""
         attention, slot = item.site.attention, item.key
         own = same(size_along(attention.q, attention.q_roles, "S", attention.folded), slot.slot.write.count)
         if not slot.scheme.calibrates_before_rope or not own:

@@ -1,4 +1,4 @@
-"""Attend: one attention of the captured graph becomes one operation over stores, or over this call's tokens.
+"""Attend: replace one attention of the captured graph by one operation over stores, or over this call's tokens.
 
 ::
 
@@ -6,8 +6,7 @@
     v = index_copy(value_cache, 2, pos, new_v)    append(new_v, value_planes, pos, "int4")
     out = sdpa(q, k, v, attn_mask=j <= pos)  ->   out = attend(q, key_planes, value_planes, hi=pos, ..., "int4", "int4")
 
-Which tokens each query attends to is worked out over the tokens as the model reads them, then taken through ``VISIBILITY_STEPS`` to
-the order in which the store has them.
+Masks are computed over tokens in the model's order, then mapped by ``VISIBILITY_STEPS`` to the store's order.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from kvcompile.types import BESIDE, QUERY_GROUP, QUERY_ROWS
 
 @dataclass(frozen=True)
 class Shared:
-    """State that the sites of one graph share: its context, and what is made once for several of them."""
+    """State shared by the sites of one graph: its context, planes, RoPE tables, sliding caches and appends."""
 
     context: Context
     planes: Planes
@@ -56,7 +55,7 @@ class Shared:
 
 
 def attend(shared: Shared, item: SitePlan) -> None:
-    """Replace one attention."""
+    """Replace the attention of one planned site."""
     context, site, attention = shared.context, item.site, item.site.attention
     emit = context.emit_before(attention.output)
     source = sources(shared.appends, emit, item)
@@ -81,7 +80,7 @@ def attend(shared: Shared, item: SitePlan) -> None:
         out = emit.call(aten.to.dtype, out, dtype)
     new = emit.from_heads(out, attention.out_roles, site.heads, site.groups)
     context.copies[attention.output].replace_all_uses_with(new)
-    # The next attention may take this one's result as its queries.
+    # A later attention may use this result as its queries.
     context.copies[attention.output] = new
     free_strides(new)
     if attention.log_sums is not None and log is not None:
@@ -89,12 +88,12 @@ def attend(shared: Shared, item: SitePlan) -> None:
 
 
 def _flash(emit: Emitter, item: SitePlan, source: Sources) -> fx.Node:
-    """Emit causal attention over this call's tokens."""
+    """Emit SDPA with a causal mask over this call's tokens; returns [B, H, S, Dv]."""
     attention = item.site.attention
     assert source.fresh is not None
     count = size_along(attention.q, attention.q_roles, "S", attention.folded)
     fresh, grouped = source.fresh, source.grouped
-    # On a GPU the operator reads the sizes of grouped heads of float32 as numbers (torch 2.11): a graph for every length is none then.
+    # On a GPU, SDPA with grouped float32 heads specialises on its sizes (torch 2.11), so one graph could not serve all lengths.
     if grouped and isinstance(count, torch.SymInt) and source.dtype == torch.float32:
         fresh, grouped = (_repeated(emit, fresh[0], item.site.groups), _repeated(emit, fresh[1], item.site.groups)), False
     return emit.call(
@@ -104,16 +103,16 @@ def _flash(emit: Emitter, item: SitePlan, source: Sources) -> fx.Node:
 
 
 def _repeated(emit: Emitter, x: fx.Node, groups: int) -> fx.Node:
-    """Emit keys or values [B, K, T, D] once for each query head, [B, K * groups, T, D]."""
+    """Emit keys or values repeated for each query head: [B, K, T, D] to [B, K * groups, T, D]."""
     wide = emit.call(aten.expand.default, emit.call(aten.unsqueeze.default, x, 2), [-1, -1, groups, -1, -1])
     return emit.call(aten.flatten.using_ints, wide, 1, 2)
 
 
 def _is_plain_causal(context: Context, item: SitePlan) -> bool:
-    """Whether attention over this call's tokens is what flash attention does by itself."""
+    """Return whether attention over this call's tokens has a plain causal mask and nothing else, as flash attention computes."""
     bounds, attention = item.site.bounds, item.site.attention
     hi = bounds.hi
-    # Nothing says where a window that is filled anew begins; elsewhere the runtime has looked (see ``limits``).
+    # A refilled window's first position is unknown; otherwise the runtime has checked that positions start at 0 (see ``limits``).
     refilled = item.key.slot.sliding is not None and context.variant is not Variant.FRESH
     counted = {LimitKind.OWN} if refilled else {LimitKind.OWN, LimitKind.NODE}
     own = hi.kind in counted and hi.offset == 0 and hi.amount is None
@@ -123,7 +122,7 @@ def _is_plain_causal(context: Context, item: SitePlan) -> bool:
 
 
 def _over_planes(shared: Shared, emit: Emitter, item: SitePlan, source: Sources) -> fx.Node:
-    """Emit the operation that attends over planes, and the report of its error where one is asked for."""
+    """Emit the attention over planes [B, H, S, Dv] (with log-sums Dv + 1), and its error report if the site has ``certify``."""
     operands, fill = _operands(shared, emit, item, source), item.site.bounds.fill
     filled: dict[str, Any] = {"fill": fill} if fill != -math.inf else {}
     if item.site.attention.gives_log_sums:
@@ -156,7 +155,7 @@ def _over_planes(shared: Shared, emit: Emitter, item: SitePlan, source: Sources)
 
 
 def _operands(shared: Shared, emit: Emitter, item: SitePlan, source: Sources) -> list[Any]:
-    """The operands of ``attend`` that every attention has."""
+    """Return the operands that every attention operation takes."""
     attention = item.site.attention
     seen = visibility(shared.context, emit, item, as_it_lies=_reads_slots(shared, item, source))
     q = source.q
@@ -173,7 +172,7 @@ def _operands(shared: Shared, emit: Emitter, item: SitePlan, source: Sources) ->
 
 
 def _observe(shared: Shared, emit: Emitter, item: SitePlan, source: Sources) -> None:
-    """Emit the operation that adds what this call's queries attend to, among this call's tokens, to the planes of the keys."""
+    """Emit the update of the keys' planes by this call's queries over this call's tokens, for an adaptive scheme."""
     scheme, planes = item.key.scheme, shared.planes.named(item.key)
     assert isinstance(scheme, Adaptive)
     written = [planes[name] for name in scheme.attention_writes]
@@ -182,7 +181,7 @@ def _observe(shared: Shared, emit: Emitter, item: SitePlan, source: Sources) -> 
 
 
 def _with_rows(out: fx.Node, item: SitePlan) -> fx.Node:
-    """Note at an attention what chooses its kernel: query heads of a kv head, and rows of queries, 1 where one token is new."""
+    """Record on an attention node its rows of queries per kv head (1 for one new token) and query heads per kv head, to choose a kernel."""
     site, attention = item.site, item.site.attention
     count = size_along(attention.q, attention.q_roles, "S", attention.folded)
     alone = isinstance(count, int) and count == 1
@@ -191,11 +190,11 @@ def _with_rows(out: fx.Node, item: SitePlan) -> fx.Node:
     return out
 
 
-# --- from the model's tokens to the store's ----------------------------------------------------------
+# --- from the model's order to the store's ----------------------------------------------------------
 
 
 def _from_padding(shared: Shared, emit: Emitter, item: SitePlan, source: Sources, seen: Visibility) -> Visibility:
-    """Count positions from each row's first token, as a store with a window does."""
+    """Count positions from each row's origin if the store has a window."""
     if source.fresh is not None or not item.key.window:
         return seen
     origin = shared.appends.exact_newest[item.site.key.part].origin
@@ -203,18 +202,18 @@ def _from_padding(shared: Shared, emit: Emitter, item: SitePlan, source: Sources
 
 
 def _in_slot_order(shared: Shared, emit: Emitter, item: SitePlan, source: Sources, seen: Visibility) -> Visibility:
-    """Take masks to the order of a sliding cache's slots."""
+    """Map masks to the slot order of a sliding cache if attention reads its slots."""
     return shared.sliding.in_slot_order(emit, item, seen, device_of(item)) if _reads_slots(shared, item, source) else seen
 
 
 VISIBILITY_STEPS: tuple[Callable[[Shared, Emitter, SitePlan, Sources, Visibility], Visibility], ...] = (
     _from_padding, _in_slot_order,
 )
-"""What takes a mask over the tokens that the model reads to one over the places of the store, in order."""
+"""Steps, in order, that map a mask over tokens in the model's order to one over the store's positions."""
 
 
 def _reads_slots(shared: Shared, item: SitePlan, source: Sources) -> bool:
-    """Whether attention reads a sliding cache in the order of its slots."""
+    """Return whether attention reads a sliding cache in slot order."""
     return item.site.key.sliding is not None and source.fresh is None and shared.sliding.reads_slots(item.key)
 
 
@@ -222,7 +221,7 @@ def _reads_slots(shared: Shared, item: SitePlan, source: Sources) -> bool:
 
 
 def _optional(shared: Shared, emit: Emitter, item: SitePlan) -> list[Any]:
-    """The optional operands: the newest tokens and where they begin, RoPE tables of keys stored before it, a second store of keys."""
+    """Return the optional positional operands: newest tokens and their start, RoPE tables, a second store of keys."""
     exact_newest, tables = _exact_newest(shared, emit, item), shared.rope.operands(emit, item.key)
     if item.extra_key is not None:
         extra_key = [read_planes(shared.appends, item.extra_key, item), item.extra_key.scheme.spec(), item.extra_key.spec.head_dim]
@@ -231,7 +230,7 @@ def _optional(shared: Shared, emit: Emitter, item: SitePlan) -> list[Any]:
 
 
 def _exact_first(shared: Shared, emit: Emitter, item: SitePlan) -> dict[str, Any]:
-    """The operands of a site that keeps first tokens, by name: the planes of their rows, and of where they begin if not at 0."""
+    """Return the keyword operands for sinks: their planes, and their first position if not 0; {} without sinks."""
     if not item.key.sinks:
         return {}
     rows = [shared.planes.named(slot)["sinks"] for slot in item.keys]
@@ -242,7 +241,7 @@ def _exact_first(shared: Shared, emit: Emitter, item: SitePlan) -> dict[str, Any
 
 
 def _exact_newest(shared: Shared, emit: Emitter, item: SitePlan) -> list[Any]:
-    """The newest tokens of a site with a window, and the position of the first of them."""
+    """Return the newest keys and values of a site with a window, and the position of the first of them; [] without a window."""
     if not item.key.window:
         return []
     made = shared.appends.exact_newest

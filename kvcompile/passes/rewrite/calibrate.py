@@ -1,7 +1,7 @@
-"""Calibrate: a scheme may compute planes from the queries of the call that fills its store, before any token is encoded.
+"""Calibrate: compute planes from the queries of the call that fills an empty store, before any token is encoded.
 
-The queries are known behind the write, where the attention stands, so the append of such a slot moves there: a
-store that starts is not read in this call.
+The queries are known at the attention, after the write, so the append of such a slot moves there: a store that is being filled is not
+read in this call.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from kvcompile.passes.rewrite.left_padding import shown
 
 
 def calibrate(emit: Emitter, item: SitePlan, q_BHSD: fx.Node, planes: list[fx.Node], tokens: Any) -> None:
-    """Emit the computation of a key slot's calibrated planes, all ``planes`` of the slot given, ``tokens`` new keys."""
+    """Emit the calibration of a key slot: ``planes`` are all planes of the slot, ``tokens`` is the number of new keys."""
     slot = item.key
     calibrated = [node for node, spec in zip(planes, slot.layout.planes, strict=True) if spec.name in slot.scheme.calibrated]
     attention = item.site.attention
-    # However a model splits the factor of its scores between queries and scale, equal scores give equal planes.
+    # Models split the scale of scores between queries and ``scale`` differently; equal scores must give equal planes.
     factor = attention.scale * math.sqrt(slot.spec.head_dim)
     if abs(factor - 1) > 1e-6:
         q_BHSD = emit.call(aten.mul.Scalar, q_BHSD, factor)
-    # Across to the tokens of another sequence, padding is said of the keys alone.
+    # In cross-attention the mask describes padding of the keys only, not of the queries.
     own = same(size_along(attention.q, attention.q_roles, "S", attention.folded), tokens)
     keep = _real(emit, item) if own else None
     emit.call(torch.ops.kvcompile.calibrate.default, q_BHSD, calibrated, keep, slot.scheme.spec())
 
 
 def _real(emit: Emitter, item: SitePlan) -> fx.Node | None:
-    """Which tokens are no padding, bool [B or 1, T]: those that some query may see; None where nothing hides any."""
+    """Emit a mask of real tokens, bool [B or 1, T], visible to some query; None if no mask hides any."""
     real: fx.Node | None = None
     for term in hiding(item.site.bounds):
         mask = emit.call(aten.to.dtype, shown(emit, term, item.site), torch.int64)

@@ -1,4 +1,4 @@
-"""Cleanup: what the rewrite leaves without a use goes, and sizes are asked of what stays."""
+"""Cleanup: erase nodes that the rewrite leaves unused, and detach sizes from tensors that leave the graph."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvcompile.passes.rewrite.context import Context
 
 
 def detach_sizes(context: Context) -> None:
-    """Take sizes that are asked of what leaves the graph from the graph's own symbols instead."""
+    """Replace sizes of cache tensors that leave the graph by the graph's own symbols."""
     roots, chains = _roots(context), _chains(context)
     for old in list(context.captured.graph.nodes):
         if op_name(old) != "sym_size" or (context.effects.root.get(old.args[0]) not in roots and old.args[0] not in chains):
@@ -20,14 +20,14 @@ def detach_sizes(context: Context) -> None:
 
 
 def drop_outputs(context: Context, output: fx.Node, dropped: tuple[int, ...]) -> int:
-    """Take the results ``dropped`` out of the graph's output; how many there were."""
+    """Remove the outputs with indices ``dropped``; return the number of outputs before."""
     returned = list(output.args[0])  # type: ignore[arg-type]
     output.args = (tuple(item for index, item in enumerate(returned) if index not in dropped),)
     return len(returned)
 
 
 def erase_dead(context: Context) -> None:
-    """Erase what is dead; the rewritten slots' own writes and steps in place on scores count as dead, every other write stays."""
+    """Erase unused nodes; writes to rewritten caches and in-place steps on scores count as unused, all other writes stay."""
     copies, sites = context.copies, [item.site for item in context.plan.sites]
     writes = {copies[slot.slot.write.node] for slot in context.slots()}
     writes |= {copies[node] for site in sites if site.assembly for node in site.assembly.between}
@@ -41,7 +41,7 @@ def erase_dead(context: Context) -> None:
 
 
 def erase_caches(context: Context) -> tuple[int, ...]:
-    """Erase the placeholders of cache tensors; the indices of the caller's arguments that the graph still takes."""
+    """Erase the placeholders of cache tensors; return the indices of the caller's arguments that remain."""
     caches = {slot.slot.placeholder for slot in context.slots()}
     for entry in context.captured.inputs:
         if entry.node in caches:
@@ -50,12 +50,12 @@ def erase_caches(context: Context) -> tuple[int, ...]:
 
 
 def _roots(context: Context) -> set[fx.Node]:
-    """Cache tensors as the graph makes or gets them."""
+    """Return the nodes and placeholders of all cache tensors."""
     return {node for slot in context.slots() for node in (slot.slot.root, slot.slot.placeholder or slot.slot.root)}
 
 
 def _chains(context: Context) -> set[fx.Node]:
-    """Nodes that lead from a sliding cache's past and new tokens to what is read and kept, and what is gathered from a paged cache."""
+    """Return the nodes between sliding caches' tokens and their readers, and the gathers from paged caches."""
     slots = [slot.slot for slot in context.slots()]
     root = context.effects.root
     gathered = {node for slot in slots if slot.block_table is not None for node in slot.path if root.get(node) is not slot.root}

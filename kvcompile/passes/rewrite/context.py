@@ -1,4 +1,4 @@
-"""Context: what the steps of a rewrite share, the captured graph with its plan and the graph that is being rewritten."""
+"""Context: state shared by the steps of a rewrite."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from kvcompile.passes.rewrite.rewritten import Variant
 from kvcompile.passes.rewrite.symbols import Symbols
 
 Part = tuple[fx.Node, tuple[tuple[int, int], ...]]
-"""What ``Slot.part`` gives."""
+"""Type of ``Slot.part``."""
 
 
 def device_of(item: SitePlan) -> torch.device:
-    """The device that a site computes on."""
+    """Return the device of a site."""
     return value_of(item.site.attention.q).device
 
 
 @dataclass(frozen=True)
 class Context:
-    """One rewrite: the captured graph, its plan and variant, the graph that is rewritten, and the copy of each captured node in it."""
+    """One rewrite: the captured graph, its plan, variant and effects, the new graph, the copies of captured nodes in it, and its sizes."""
 
     captured: Captured
     plan: Plan
@@ -37,24 +37,24 @@ class Context:
     symbols: Symbols
 
     def emit_before(self, node: fx.Node) -> Emitter:
-        """An emitter that inserts ahead of the copy of a captured node."""
+        """Return an emitter that inserts before the copy of a captured node."""
         return Emitter(self.graph, self.copies[node], self.symbols.of, self.copies)
 
     def slots(self) -> list[SlotPlan]:
-        """The planned slots of all sites, with those of one store once for each site."""
+        """Return the planned slots of all sites; a store that several sites read is listed once for each."""
         return [part for item in self.plan.sites for part in item.parts]
 
     def site_of(self, slot: SlotPlan) -> SitePlan:
-        """The first site that reads a slot."""
+        """Return the first site that reads a slot."""
         return next(item for item in self.plan.sites for part in item.parts if part is slot)
 
     def is_fresh(self, slot: SlotPlan) -> bool:
-        """Whether attention over a slot reads the tokens of this call alone."""
+        """Return whether attention over a slot reads only this call's tokens."""
         facts, sliding = slot.slot.kind.facts, slot.slot.sliding
         if slot.slot.block_table is not None or not facts.written:
             return False
         return self.variant is Variant.FRESH or facts.created or (sliding is not None and sliding.refilled)
 
     def is_calibrated(self, slot: SlotPlan) -> bool:
-        """Whether this call computes planes of the slot from its queries."""
+        """Return whether this call computes planes of the slot from its queries."""
         return self.is_fresh(slot) and slot.scheme.calibrates(slot.spec)

@@ -1,4 +1,4 @@
-"""Inputs of a rewritten graph: fake values to compile it with, and the marks that AOTAutograd and CUDA graphs look for."""
+"""Inputs: fake values to compile a rewritten graph with, and the metadata that AOTAutograd and CUDA graphs read."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from kvcompile.types import Extent
 log = logging.getLogger(__name__)
 
 NOT_EMPTY = 2
-"""The hint of an int that is 0 in the captured call."""
+"""Hint for an int that is 0 in the captured call."""
 PAGES_HINT = 64
-"""Pages of a store that the compiler may assume where it must choose."""
+"""Number of pages of a store that the compiler assumes where it must choose."""
 
 
 def rewritten_inputs(captured: Captured, rewritten: Rewritten) -> tuple[tuple[Any, ...], dict[Any, str]]:
-    """(fake values of the rewritten graph's inputs, a name for each symbol of ours): stores that grow alike share one number of pages."""
+    """Return (fake values of the rewritten graph's inputs, a name for each new symbol); stores of equal growth share a symbol."""
     mode = captured.fake_mode
     pages: dict[Growing, Any] = {}
     symbols: dict[Any, str] = {}
@@ -43,7 +43,7 @@ def rewritten_inputs(captured: Captured, rewritten: Rewritten) -> tuple[tuple[An
             for place, spec in enumerate(item.plan.layout.planes):
                 shape = spec.shape(pages[item.plan.growing], batch, item.plan.spec.heads)
                 if item.plan.layout.first is not None and (spec.extent is Extent.STORE or spec.extent is Extent.TOKENS):
-                    # Every such plane has a length of its own.
+                    # Each of these planes has its own length.
                     name = f"plane{item.first_plane + place}"
                     shape = spec.shape_of(_length(mode, f"{rewritten.variant.value}_{name}", symbols, name), batch, item.plan.spec.heads)
                 planes.append(torch.empty(shape, dtype=spec.dtype, device=root.device))
@@ -53,10 +53,10 @@ def rewritten_inputs(captured: Captured, rewritten: Rewritten) -> tuple[tuple[An
 
 
 def _length(mode: Any, name: str, symbols: dict[Any, str], label: str) -> Any:
-    """The length of planes along their first axis: a new symbol of that name, entered into ``symbols`` under its label.
+    """Return the length of planes along their first axis: a new symbol with source ``name``, recorded in ``symbols`` by ``label``.
 
-    Named by the variant, not counted: a graph has a shape environment of its own, and a name that depended on what was compiled before
-    would miss Inductor's cache on disk.
+    Named by the variant, not counted: each graph has its own shape environment, and a name that depended on earlier compilations would
+    miss Inductor's disk cache.
     """
     if mode.shape_env is None:
         return PAGES_HINT
@@ -67,15 +67,15 @@ def _length(mode: Any, name: str, symbols: dict[Any, str], label: str) -> Any:
 
 
 def _symint(mode: Any, expr: Any) -> torch.SymInt:
-    """A symbolic int of an expression whose symbols the shape environment knows."""
+    """Return a SymInt for an expression of known symbols."""
     return mode.shape_env.create_symintnode(expr, hint=None)
 
 
 def _canonical(mode: Any, value: Any) -> Any:
-    """A symbolic int under the name that the tracer settled on for it, which is the one that code of the graph uses.
+    """Return an input with its SymInt renamed to the symbol that the tracer finally uses; other values unchanged.
 
-    What is 0 in the captured call is not where code is made behind Dynamo's guards: asked whether a tensor is empty, such an int would be
-    0 from then on, and nobody would guard that.
+    If it is 0 in the captured call and Dynamo's guards are fixed, its hint becomes ``NOT_EMPTY``: a check for emptiness would otherwise
+    specialise it to 0 without a guard.
     """
     if not isinstance(value, torch.SymInt) or value.node.expr.is_number:
         return value
@@ -85,7 +85,7 @@ def _canonical(mode: Any, value: Any) -> Any:
 
 
 def mark_inputs(captured: Captured, rewritten: Rewritten, steady: Collection[int]) -> None:
-    """Give the inputs what AOTAutograd and CUDA graphs look for: sources, and which addresses stay."""
+    """Set the metadata that AOTAutograd and CUDA graphs read: sources, and static addresses of planes and of arguments ``steady``."""
     module, origin = rewritten.module, captured.origin
     for name in ("dynamo_compile_id", "dynamo_flat_name_to_original_fqn"):
         if name in origin.meta:
@@ -103,13 +103,13 @@ def mark_inputs(captured: Captured, rewritten: Rewritten, steady: Collection[int
     own = placeholders[len(rewritten.kept) :]
     for node in own:
         node._dynamo_source = None  # type: ignore[attr-defined]
-    # Cursors and sizes are made anew for every call.
+    # Cursors and sizes are new for every call.
     for node in own[: len(own) - len(rewritten.cursors) - len(rewritten.sizes)]:
         node.meta["tensor_dict"] = {STATIC: "unguarded"}
 
 
 def forget_guards(captured: Captured, symbols: Collection[Any]) -> None:
-    """The numbers of pages are ours: no guard on them may reach Dynamo, which does not know the symbols."""
+    """Remove guards on our own page symbols from the shape environment: Dynamo does not know these symbols."""
     env = captured.fake_mode.shape_env
     if env is None or not symbols:
         return

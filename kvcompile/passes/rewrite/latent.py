@@ -2,9 +2,9 @@
 
     q . (W_K c) = (W_K^T q) . c            sum_t p_t (W_V c_t) = W_V (sum_t p_t c_t)
 
-So queries become as wide as what is cached, attention reads the latent as keys and as values, one kv head for
-all query heads, and no key or value of a head is ever made. Fresh tokens (prefill) are the other way
-round: there are as many queries as keys, so keys and values are made, once, as the model does it.
+So queries become as wide as the cached latent, attention reads it as keys and as values (one kv head for all query heads), and keys and
+values of single heads are never computed. In prefill it is the opposite: there are as many queries as keys, so keys and values of the
+new tokens are computed once, as the model does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ New = Callable[[Slot], fx.Node]
 
 
 def matrices(emit: Emitter, projection: Projection, dtype: torch.dtype) -> fx.Node:
-    """A projection's weight as [heads, channels, inner] in ``dtype``."""
+    """Emit a projection's weight as [heads, channels, inner] in ``dtype``."""
     node, roles = emit.copies[projection.weight], []
     shape = value_of(projection.weight).shape
     at = 0
@@ -30,7 +30,7 @@ def matrices(emit: Emitter, projection: Projection, dtype: torch.dtype) -> fx.No
         if form.summed:
             roles.append("R")
         elif form.head and form.channel:
-            # The faster one is the inner of two dims.
+            # The faster index is the inner of two dims.
             outer, inner = ("H", "D") if form.head > form.channel else ("D", "H")
             step = max(form.head, form.channel)
             count = {"H": projection.heads, "D": projection.channels}
@@ -58,12 +58,12 @@ def _narrow(emit: Emitter, node: fx.Node, dim: int, start: int, count: int, size
 
 
 def scaled(emit: Emitter, node: fx.Node, factor: float) -> fx.Node:
-    """A node times a number."""
+    """Emit a node times a number."""
     return node if factor == 1.0 else emit.call(aten.mul.Scalar, node, factor)
 
 
 def _by_head(emit: Emitter, node: fx.Node, matrix: fx.Node, groups: int, equation: str) -> fx.Node:
-    """A product of [B, H, S, x] with a matrix of each of H / groups heads."""
+    """Emit the product of [B, H, S, x] with one matrix for each of H / groups heads."""
     left, right = equation.split(",")
     if groups == 1:
         return emit.call(aten.einsum.default, f"bhs{left},h{right}->bhs{_result(left, right)}", [node, matrix])
@@ -79,7 +79,7 @@ def _result(left: str, right: str) -> str:
 def queries(
     emit: Emitter, q: fx.Node, dtype: torch.dtype, stripes: tuple[Stripe, ...], slots: tuple[Slot, ...], heads: int
 ) -> fx.Node:
-    """q [B, H, S, D] in terms of what is cached: the channels of ``slots``, one after another."""
+    """Emit queries q [B, H, S, D] projected to the cached channels of ``slots``, one slot after another."""
     parts: list[fx.Node] = []
     width = sum(stripe.count for stripe in stripes)
     for slot in slots:
@@ -102,7 +102,7 @@ def _same(a: Slot, b: Slot) -> bool:
 
 
 def _side_by_side(emit: Emitter, runs: list[tuple[int, int, fx.Node]], width: int) -> fx.Node:
-    """Runs (first channel, channels, values) as one operand of ``width`` channels, zero where there is none; overlaps add."""
+    """Emit ``runs`` of (first channel, channels, values) as one operand of ``width`` channels, zero elsewhere; overlaps add."""
     runs = sorted(runs, key=lambda run: run[:2])
     ends = [0, *[first + size for first, size, _ in runs]]
     if [first for first, _, _ in runs] == ends[:-1] and ends[-1] == width:
@@ -116,7 +116,7 @@ def _side_by_side(emit: Emitter, runs: list[tuple[int, int, fx.Node]], width: in
 
 
 def result(emit: Emitter, out: fx.Node, dtype: torch.dtype, value: Stripe, heads: int) -> fx.Node:
-    """The result [B, H, S, Dv] from a weighted sum of what is cached."""
+    """Emit the result [B, H, S, Dv] from the weighted sum of cached channels ``out``."""
     inner = value.count if value.projection is None else value.projection.inner
     out = _narrow(emit, out, 3, value.first, inner, value.slot.head_dim)
     if value.projection is not None:
@@ -126,7 +126,7 @@ def result(emit: Emitter, out: fx.Node, dtype: torch.dtype, value: Stripe, heads
 
 
 def expanded(emit: Emitter, stripes: tuple[Stripe, ...], new: New, dtype: torch.dtype, heads: int) -> fx.Node:
-    """Keys or values [B, heads, S, D] of new tokens, made from ``new(slot)`` [B, K, S, D of the slot]."""
+    """Emit keys or values [B, heads, S, D] of new tokens; ``new(slot)`` gives a slot's tokens [B, K, S, D]."""
     parts = []
     for stripe in stripes:
         inner = stripe.count if stripe.projection is None else stripe.projection.inner

@@ -1,7 +1,7 @@
-"""Left padding for stores with windows: where each row's own tokens begin, and masks counted from there.
+"""Left padding in windowed stores: each row's first token, and masks counted from there.
 
-Blocks of tokens share scales, so a row's blocks must begin with its first token, not with its padding. That
-first token is read from the masks: positions before the first that any query of any head may see are padding.
+Tokens of a block share scales, so a row's blocks must begin at its first token, not at its padding. That first token is read from the
+masks: positions before the first one visible to any query of any head are padding.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvcompile.passes.rewrite.visibility import Visibility
 
 
 def padding(bounds: Bounds) -> tuple[MaskTerm, ...]:
-    """The mask terms that may hide different positions from different batch rows."""
+    """Return the mask terms that may hide different positions in different batch rows."""
     return tuple(term for term in hiding(bounds) if _per_row(term))
 
 
@@ -30,10 +30,10 @@ def _per_row(term: MaskTerm) -> bool:
 
 
 def shown(emit: Emitter, term: MaskTerm, site: Site) -> fx.Node:
-    """Return which tokens a mask term lets through, bool [B or 1, H or 1, S or 1, T]."""
+    """Emit a mask term's visible tokens, bool [B or 1, H or 1, S or 1, T]."""
     node = rows_of_call(emit, term.node, term.roles, site)
     if term.kind is MaskKind.ADD:
-        # Not "greater than": NaN hides nothing.
+        # Not "greater than": NaN must count as visible.
         node = emit.call(aten.logical_not.default, emit.call(aten.le.Scalar, node, hidden_at(term)))
     elif value_of(term.node).dtype != torch.bool:
         node = emit.call(aten.ne.Scalar, node, 0)
@@ -43,14 +43,14 @@ def shown(emit: Emitter, term: MaskTerm, site: Site) -> fx.Node:
 
 
 def padded_rows(emit: Emitter, terms: tuple[MaskTerm, ...], site: Site, made: dict[Any, fx.Node]) -> fx.Node:
-    """The first visible position of each row, int64 [B]; one computation for all sites that share their masks."""
+    """Emit the first visible position of each row, int64 [B]; ``made`` shares it between sites with equal masks."""
     key = terms
     if key in made:
         return made[key]
     found: fx.Node | None = None
     for term in terms:
         seen = emit.call(aten.amax.default, emit.call(aten.to.dtype, shown(emit, term, site), torch.int64), [1, 2])
-        # An operation of its own: Inductor fused the search with its neighbours, and with one row Triton 3.6 could not compile that.
+        # A separate operation: Inductor fused the search with its neighbours, and Triton 3.6 could not compile that for one row.
         first = emit.call(torch.ops.kvcompile.first_visible.default, seen)
         found = first if found is None else emit.call(aten.maximum.default, found, first)
     assert found is not None
@@ -61,14 +61,14 @@ def padded_rows(emit: Emitter, terms: tuple[MaskTerm, ...], site: Site, made: di
 def from_origin(
     emit: Emitter, origin: fx.Node, device: torch.device, bounds: Bounds, seen: Visibility,
 ) -> Visibility:
-    """Limits and masks [B or 1, ...] with positions counted from each row's first token, ``origin`` [B]."""
+    """Emit limits and masks [B or 1, ...] with positions counted from each row's ``origin`` [B]."""
     hi, lo, keep, bias = seen.hi, seen.lo, seen.keep, seen.bias
     assert hi is not None
     column = emit.call(aten.unsqueeze.default, origin, 1)
     batch = emit.call(aten.sym_size.int, column, 0)
 
     def shifted(mask: fx.Node, dim: int) -> tuple[fx.Node, fx.Node]:
-        """The mask along its tokens from the origin on, and which of these positions it has at all."""
+        """Emit a mask from the origin on along ``dim``, and a mask of the positions that exist."""
         size = emit.call(aten.sym_size.int, mask, dim)
         index = emit.call(aten.add.Tensor, emit.call(aten.arange.default, size, dtype=torch.int64, device=device), column)
         inside = emit.call(aten.lt.Scalar, index, size)

@@ -1,4 +1,4 @@
-"""Limits: a site's mask in normal form as the operands that say which tokens each query attends to.
+"""Limits: emit a site's normalised mask as operands of ``attend``.
 
 ::
 
@@ -31,9 +31,9 @@ from kvcompile.types import PAGE
 
 
 def visibility(context: Context, emit: Emitter, item: SitePlan, as_it_lies: bool) -> Visibility:
-    """The operands of a site's mask over the tokens as the model reads them.
+    """Emit the operands of a site's mask, over tokens in the model's order.
 
-    ``as_it_lies``: attention reads a sliding cache in the order of its slots, so limits that hide nothing are left out.
+    ``as_it_lies``: attention reads a sliding cache in slot order, so limits that hide nothing are left out.
     """
     site = item.site
     hi, lo = (
@@ -44,7 +44,7 @@ def visibility(context: Context, emit: Emitter, item: SitePlan, as_it_lies: bool
 
 
 def within_length(context: Context, emit: Emitter, item: SitePlan, seen: Visibility) -> Visibility:
-    """Cut the upper limit at the last token that is read, where it may name positions behind it."""
+    """Clamp the upper limit to the last token that is read, if it may exceed it."""
     site = item.site
     if seen.hi is None or site.key.sliding is not None or context.is_fresh(item.key) or not exceeds(site):
         return seen
@@ -53,9 +53,9 @@ def within_length(context: Context, emit: Emitter, item: SitePlan, seen: Visibil
 
 
 def seeing(emit: Emitter, item: SitePlan, q: fx.Node, hi: fx.Node, planes: Planes, positions: NewPositions) -> fx.Node:
-    """Return queries [B, H, S, D] with NaN for those that see places behind the end of the keys' store, or of the tokens of a window.
+    """Emit queries [B, H, S, D] with NaN for those with a limit beyond the store's end (with a window, beyond its newest token).
 
-    Nothing is there to attend to, and a step does not wait for the device to learn how far its masks reach.
+    No token exists there, and the step does not wait for the device to check the mask's reach.
     """
     if not unbounded(item.site):
         return q
@@ -75,7 +75,7 @@ def _tokens_read(site: Site) -> Any:
 
 
 def _keep(emit: Emitter, site: Site) -> fx.Node | None:
-    """Positions that may be attended at all, bool [1 or B, T]."""
+    """Emit the positions that any query may attend to, bool [1 or B, T]; None without such a mask."""
     if site.bounds.keep is None:
         return None
     mask, roles = site.bounds.keep
@@ -84,7 +84,7 @@ def _keep(emit: Emitter, site: Site) -> fx.Node | None:
 
 
 def _limit(context: Context, emit: Emitter, limit: Limit, item: SitePlan) -> fx.Node:
-    """A position limit as int64 [1 or B, S]."""
+    """Emit a position limit as int64 [1 or B, S]."""
     site, kind, device = item.site, limit.kind, device_of(item)
     facts = site.key.kind.facts
     count = size_along(site.attention.q, site.attention.q_roles, "S", site.attention.folded)
@@ -92,12 +92,12 @@ def _limit(context: Context, emit: Emitter, limit: Limit, item: SitePlan) -> fx.
     if limit.node is not None and (read or context.variant is not Variant.FRESH):
         return _from_tensor(emit, limit, limit.node, site)
     if kind in {LimitKind.OWN, LimitKind.NODE}:
-        # The runtime takes the fresh variant only where tensors of limits are 0, 1, 2, ...
+        # The runtime selects the fresh variant only if the limits' tensors are 0, 1, 2, ...
         return emit.positions(count, _offset(emit, limit), device)
     if kind is LimitKind.CONST:
         return emit.constant_limit(count, _offset(emit, limit), device)
     if context.is_fresh(item.key) and not (facts.created and facts.fixed):
-        # All keys of this call, which are not as many as its queries where attention goes across.
+        # All keys of this call; in cross-attention their number differs from the queries'.
         return emit.constant_limit(count, _less_one(emit, item.key.slot.write.count), device)
     whole = emit.constant_limit(count, _less_one(emit, _tokens_read(site)), device)
     buffer = facts.filled and site.key.sliding is None
@@ -106,7 +106,7 @@ def _limit(context: Context, emit: Emitter, limit: Limit, item: SitePlan) -> fx.
 
 
 def _from_tensor(emit: Emitter, limit: Limit, origin: fx.Node, site: Site) -> fx.Node:
-    """A limit that is counted from a tensor of the graph."""
+    """Emit a limit relative to a tensor of the graph."""
     node = rows_of_call(emit, origin, limit.roles, site)
     if value_of(origin).dtype != torch.int64:
         node = emit.call(aten.to.dtype, node, torch.int64)
@@ -117,7 +117,7 @@ def _from_tensor(emit: Emitter, limit: Limit, origin: fx.Node, site: Site) -> fx
 
 
 def _offset(emit: Emitter, limit: Limit) -> Any:
-    """The constant part of a limit: an int, or a node where a symbolic int takes part."""
+    """Return a limit's constant part: an int, or a node if it includes a symbolic size."""
     if limit.amount is None:
         return limit.offset
     amount = emit.size(limit.amount.value)

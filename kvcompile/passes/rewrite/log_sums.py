@@ -1,4 +1,4 @@
-"""Log-sums: the second result of an attention, behind the first one's channels in what ``attend`` gives.
+"""Log-sums: the second result of an attention, one more channel in the result of ``attend``.
 
 ::
 
@@ -19,14 +19,14 @@ from kvcompile.passes.rewrite.sources import Sources
 
 
 def apart(emit: Emitter, both: fx.Node, source: Sources) -> tuple[fx.Node, fx.Node]:
-    """The result [B, H, S, Dv] in the queries' dtype, and the log-sums [B, H, S, 1], of an ``attend`` that gives both."""
+    """Split a result of ``attend`` with log-sums into [B, H, S, Dv] in the queries' dtype and the log-sums [B, H, S, 1]."""
     width = source.value_dim
     out, log = (emit.call(aten.slice.Tensor, both, 3, start, start + count) for start, count in ((0, width), (width, 1)))
     return emit.call(aten.to.dtype, out, source.dtype), log
 
 
 def replace(context: Context, emit: Emitter, item: SitePlan, log: fx.Node) -> None:
-    """Let all that reads a site's log-sums read ``log`` [B, H, S, 1]; what was made of them ahead of the output is made behind."""
+    """Replace a site's log-sums by ``log`` [B, H, S, 1], and move their early readers behind the new attention."""
     site, old = item.site, item.site.attention.log_sums
     assert old is not None
     dtype = value_of(old).dtype

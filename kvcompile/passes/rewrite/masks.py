@@ -1,4 +1,4 @@
-"""The operands of ``attend`` that a site's masks and sinks become where they are no arithmetic of positions."""
+"""Masks: the operands of ``attend`` for mask terms that are no position arithmetic, and for learned sinks."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from kvcompile.passes.rewrite.left_padding import shown
 
 
 def bias_of(emit: Emitter, item: SitePlan) -> fx.Node | None:
-    """All carried mask terms as one [B or 1, H or 1, S or 1, T'] operand."""
+    """Emit all carried mask terms as one operand [B or 1, H or 1, S or 1, T]; None without any."""
     attention = item.site.attention
     read = value_of(attention.k).shape[attention.k_roles.index("T")]
     return joined(emit, item, item.site.bounds.carried, read)
 
 
 def joined(emit: Emitter, item: SitePlan, terms: Sequence[MaskTerm], tokens: Any) -> fx.Node | None:
-    """Mask terms over ``tokens`` tokens as one [B or 1, H or 1, S or 1, T'], bool or float; None where there are none."""
+    """Emit mask terms over ``tokens`` tokens as one operand [B or 1, H or 1, S or 1, T], bool or float; None without terms."""
     combined: fx.Node | None = None
     boolean = True
     for term in terms:
@@ -41,7 +41,7 @@ def joined(emit: Emitter, item: SitePlan, terms: Sequence[MaskTerm], tokens: Any
             node = emit.call(aten.mul.Scalar, node, term.factor)
         node = emit.heads(node, term.roles, ("S", "T"), item.site.heads, item.site.groups)
         if "T" not in term.roles:
-            # One value for all tokens is one for each: beyond its last column nothing is attended.
+            # A term without a token dim holds for every token.
             node = emit.call(aten.expand.default, node, [-1, -1, -1, emit.size(tokens)])
         if combined is None:
             combined, boolean = node, is_bool
@@ -61,7 +61,7 @@ def _floats(emit: Emitter, node: fx.Node, boolean: bool) -> fx.Node:
 
 
 def last_seen(emit: Emitter, site: Site, device: torch.device) -> fx.Node | None:
-    """The last position that the carried masks let each query see, int64 [1 or B, 1 or S]: what is behind is never read."""
+    """Emit the last position that carried masks let each query see, int64 [1 or B, 1 or S]; None if no term hides tokens."""
     found: list[fx.Node] = []
     for term in hiding(site.bounds):
         node = shown(emit, term, site)
@@ -78,7 +78,7 @@ def last_seen(emit: Emitter, site: Site, device: torch.device) -> fx.Node | None
 
 
 def sinks_of(emit: Emitter, item: SitePlan) -> fx.Node | None:
-    """The sink logits as [H]."""
+    """Emit the learned sink logits as [H]; None without any."""
     if item.site.attention.sinks is None:
         return None
     node = emit.copies[item.site.attention.sinks]

@@ -1,4 +1,4 @@
-"""Memory: attention over learned tokens, in full precision, merged with that over the cached ones by their log-sums.
+"""Memory: attention over learned tokens in full precision, merged by log-sums with attention over the cached tokens.
 
 ::
 
@@ -25,15 +25,15 @@ from kvcompile.types import BESIDE, QUERY_GROUP, QUERY_ROWS
 def merged(
     emit: Emitter, item: SitePlan, source: Sources, out: fx.Node, log: fx.Node, like: fx.Node
 ) -> tuple[fx.Node, fx.Node]:
-    """The result [B, H, S, Dv] over learned and cached tokens and its log-sums [B, H, S, 1], from those over the cached ones.
+    """Emit the result [B, H, S, Dv] and log-sums [B, H, S, 1] over learned and cached tokens, from ``out`` and ``log`` of the cached ones.
 
-    ``like``: the attention over the cached tokens, which has as many rows of queries.
+    ``like``: the attention node over cached tokens, with the same rows of queries.
     """
     made = _attend(emit, item, source)
     made.meta |= {BESIDE: True, **{name: like.meta[name] for name in (QUERY_ROWS, QUERY_GROUP)}}
     own, sum_of_own = apart(emit, made, source)
     total = emit.call(aten.logaddexp.default, log, sum_of_own)
-    # A query that sees nothing: e^(-inf - 0) rather than e^(-inf + inf).
+    # For a query that sees nothing: e^(-inf - 0) rather than e^(-inf + inf).
     level = emit.call(aten.masked_fill.Scalar, total, emit.call(aten.eq.Scalar, total, float("-inf")), 0.0)
     parts = [
         emit.call(aten.mul.Tensor, result, emit.call(aten.exp.default, emit.call(aten.sub.Tensor, part, level)))
@@ -43,7 +43,7 @@ def merged(
 
 
 def _attend(emit: Emitter, item: SitePlan, source: Sources) -> fx.Node:
-    """Attention over the learned tokens alone, with its log-sums; sinks stand beside the cached ones."""
+    """Emit attention over the learned tokens alone, with log-sums; learned sinks belong to the attention over cached tokens."""
     attention = item.site.attention
     memory = attention.memory
     assert memory is not None
@@ -61,7 +61,7 @@ def _attend(emit: Emitter, item: SitePlan, source: Sources) -> fx.Node:
 
 
 def _tokens(emit: Emitter, item: SitePlan, source: Sources, node: fx.Node, roles: tuple[str, ...], head_dim: int) -> fx.Node:
-    """Learned keys or values as one plane [1, B, K, m, D]."""
+    """Emit learned keys or values as one plane [1, B, K, m, D]."""
     made, current = emit.apart(emit.copies[node], roles, {"K": item.key.spec.heads, "D": head_dim})
     made = emit.arrange(made, current, ("B", "K", "T", "D"))
     return emit.call(aten.unsqueeze.default, emit.call(aten.to.dtype, made, source.dtype), 0)

@@ -1,4 +1,4 @@
-"""The new tokens of a slot: what is written into its cache, as the store takes it."""
+"""New tokens: the values written into a cache, in the layout of the store."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvcompile.passes.plan.plan import SlotPlan
 
 
 def new_tokens(emit: Emitter, slot: SlotPlan) -> fx.Node:
-    """The new keys or values as [B, K, S, D]."""
+    """Emit a slot's new keys or values as [B, K, S, D]."""
     axes, write = slot.slot.axes, slot.slot.write
     held, rows = value_of(slot.slot.root).shape, write.first_rows
     full = [
@@ -43,7 +43,7 @@ def new_tokens(emit: Emitter, slot: SlotPlan) -> fx.Node:
 
 
 def broadcast(emit: Emitter, values: fx.Node, full: Sequence[Any]) -> fx.Node:
-    """Written values with every dim of the place that they are written to, of the sizes ``full``, ints or SymInts."""
+    """Emit written values broadcast to the sizes ``full`` (ints or SymInts) of the written region."""
     node, seen = emit.copies[values], value_of(values).shape
     missing = len(full) - len(seen)
     for _ in range(missing):
@@ -51,6 +51,6 @@ def broadcast(emit: Emitter, values: fx.Node, full: Sequence[Any]) -> fx.Node:
     given = [*[1] * missing, *seen]
     if all(same(have, want) for have, want in zip(given, full, strict=True)):
         return node
-    # Only a dim of size one is made longer.
+    # Only dims of size 1 are expanded.
     wanted = [emit.size(want) if same(have, 1) and not same(want, 1) else -1 for have, want in zip(given, full, strict=True)]
     return emit.call(aten.expand.default, node, wanted)

@@ -1,11 +1,11 @@
-"""Order: queries of rows whose tokens came out of their order become NaN, so that no such row's attention gives a number.
+"""Order: queries of rows with tokens out of order become NaN, so that their attention yields NaN.
 
 ::
 
     out = attend(q, ...)   ->   out = attend(where(clock < LEAST_HELD, NaN, q), ...)
 
-A store with exact newest tokens takes a row's tokens one behind the other. Where it was given others its clock says so from then on
-(``ops.append_window``), on the device and without a wait. Reading it costs no kernel: the choice is part of what makes the queries.
+A windowed store takes each row's tokens in order. A row that gets others is marked in the store's clock from then on
+(``ops.append_window``), on the device and without synchronising. The test costs no kernel: it fuses with the computation of queries.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvcompile.types import LEAST_HELD
 
 
 def in_order(emit: Emitter, item: SitePlan, q: fx.Node, planes: Planes) -> fx.Node:
-    """Return queries [B, H, S, D] with NaN for rows one of whose stores is broken; behind the appends of the call."""
+    """Emit queries [B, H, S, D] with NaN for rows that are broken in one of the site's stores; call it after the appends."""
     broken = [_broken(emit, planes.named(part)["clock"]) for part in item.parts if part.window]
     if not broken:
         return q
@@ -32,7 +32,7 @@ def in_order(emit: Emitter, item: SitePlan, q: fx.Node, planes: Planes) -> fx.No
 
 
 def _broken(emit: Emitter, clock: fx.Node) -> fx.Node:
-    """Emit whether each row is broken, bool [B], from a clock [1, B, K, 1, 2]; see ``append_window.is_broken``."""
+    """Emit a mask of broken rows, bool [B], from a clock [1, B, K, 1, 2]; see ``append_window.is_broken``."""
     held = clock
     for dim, at in ((4, 0), (3, 0), (2, 0), (0, 0)):
         held = emit.call(aten.select.int, held, dim, at)

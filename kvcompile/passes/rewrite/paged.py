@@ -1,8 +1,8 @@
-"""Paged caches: the numbers of the places that are written and read, and attention over what is gathered.
+"""Paged caches: slot indices that are written and read, and attention over gathered tokens.
 
-The store of a pool is one row of tokens, its places. Tokens are encoded into their places, and each row's tokens
-are gathered from the planes as codes (``kvcompile::gather``), so that attention sees an ordinary store and masks
-stay what they are. Layers that share a table share the numbers.
+The store of a pool is one row of tokens, one for each slot. New tokens are encoded into their slots, and each row's tokens are gathered
+from the planes as codes (``kvcompile::gather``), so that attention reads an ordinary store and masks stay unchanged. Layers that
+share a table share the indices.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from kvcompile.passes.plan.plan import SlotPlan
 from kvcompile.passes.rewrite.new_tokens import broadcast
 
 NOWHERE = -(2**40)
-"""What an index outside of its dim counts as: no sum with it is a place."""
+"""Value of an out-of-range index: no sum with it is a valid slot."""
 
 
 def rows_of(site: Site) -> Any:
-    """The batch rows of a site, an int or a SymInt, also where heads are flattened into them."""
+    """Return the batch rows of a site, an int or a SymInt, also if heads are flattened into them."""
     attention = site.attention
     known = {"H": site.heads, "K": site.heads // site.groups, "G": site.groups, "B": 1}
     inside = math.prod(known[part] for role in attention.q_roles if "B" in role for part in role)
@@ -37,17 +37,17 @@ def rows_of(site: Site) -> Any:
 
 @dataclass
 class PagedCaches:
-    """The paged caches of one graph while it is rewritten."""
+    """The paged caches of one graph during a rewrite."""
 
     effects: Effects
     made: dict[Any, fx.Node] = field(default_factory=dict)
     read: dict[Any, tuple[int, fx.Node]] = field(default_factory=dict)
-    """Numbers of places, and where in the captured graph the gather stands that they were made for."""
+    """Slot indices that are read, each with the order of the gather (in the captured graph) that they were emitted for."""
 
     # --- writing ---------------------------------------------------------------------------------
 
     def new_tokens(self, emit: Emitter, slot: SlotPlan) -> fx.Node:
-        """Return the written tokens as [1, K, S, D]: S places, whatever dims they ran along."""
+        """Emit the written tokens as [1, K, S, D], with all token dims flattened to S slots."""
         write, spec = slot.slot.write, slot.spec
         assert write.places is not None
         node = broadcast(emit, write.values, write.places.shape)
@@ -68,7 +68,7 @@ class PagedCaches:
         return emit.call(aten.unsqueeze.default, node, 0)
 
     def written(self, emit: Emitter, slot: SlotPlan, device: torch.device) -> fx.Node:
-        """The places that the new tokens go to, int64 [1, S]."""
+        """Emit the slots of the new tokens, int64 [1, S]."""
         write = slot.slot.write
         places = write.places
         assert places is not None
@@ -88,7 +88,7 @@ class PagedCaches:
     # --- reading ---------------------------------------------------------------------------------
 
     def gathered(self, emit: Emitter, slot: SlotPlan, planes: list[fx.Node], device: torch.device, batch: Any) -> list[fx.Node]:
-        """The planes that attention reads, [1, B, K, T, width] each: gathered where the model gathers from the pool."""
+        """Emit the gathers from the planes ``planes``, [1, B, K, T, width] each, at the model's own gather."""
         table = slot.slot.block_table
         assert table is not None
         key = ("planes", table.gather, *planes)
@@ -99,7 +99,7 @@ class PagedCaches:
         return [emit.call(operator.getitem, gather, at) for at in range(len(planes))]
 
     def _read(self, emit: Emitter, slot: SlotPlan, device: torch.device, batch: Any) -> fx.Node:
-        """The places of every row's tokens, int64 [B, T]."""
+        """Emit the slots of every row's tokens, int64 [B, T]."""
         table = slot.slot.block_table
         assert table is not None
         places = table.places
@@ -120,7 +120,7 @@ class PagedCaches:
         return self.read[key][1]
 
     def _along_tokens(self, emit: Emitter, item: Picked, token: fx.Node, tokens: Any, batch: Any) -> fx.Node:
-        """Return what an index tensor adds to the place of every token, int64 [1 or B, 1 or T]."""
+        """Emit an index tensor's contribution to the slot of every token, int64 [1 or B, 1 or T]."""
         node, roles = emit.apart(self._checked(emit, item), item.roles, {"B": emit.size(batch)})
         inner = [role for role in ("N", "O", "T") if role in roles]
         node = emit.arrange(node, roles, ("B", *(inner or ("T",))))
@@ -140,12 +140,12 @@ class PagedCaches:
     # --- both ------------------------------------------------------------------------------------
 
     def _key(self, places: Places, user: fx.Node) -> tuple[Any, ...]:
-        """Equal for reads and writes at the same places; those by an index that is written to are shared by nobody."""
+        """Return a key that is equal for equal slots; for indices that the graph writes to, it is unique to ``user``."""
         changing = any(self.effects.writes_to(item.node) for item in places.picked)
         return (places, user) if changing else (places,)
 
     def _checked(self, emit: Emitter, item: Picked) -> fx.Node:
-        """An index tensor as int64 times its weight, with what lies outside of its dim nowhere."""
+        """Emit an index tensor as int64 times its weight, with out-of-range indices set to ``NOWHERE``."""
         node = emit.copies[item.node]
         if value_of(item.node).dtype != torch.int64:
             node = emit.call(aten.to.dtype, node, torch.int64)

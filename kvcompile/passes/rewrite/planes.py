@@ -1,4 +1,4 @@
-"""Planes: the placeholders of a rewritten graph that stores come in by."""
+"""Planes: placeholders of a rewritten graph for the planes of its stores."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvcompile.passes.rewrite.rewritten import Binding
 
 
 class Planes:
-    """Makes the placeholders of each store once, where first asked for, behind all other placeholders, and binds them to its slot."""
+    """Creates the placeholders of each store at first use, behind all others, and binds them to its slot."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
@@ -19,7 +19,7 @@ class Planes:
         self._made: dict[Part, list[fx.Node]] = {}
 
     def of(self, slot: SlotPlan) -> list[fx.Node]:
-        """All planes of a slot's store, in the layout's order."""
+        """Return all planes of a slot's store, in the layout's order."""
         part = slot.slot.part
         if part in self._made:
             return self._made[part]
@@ -37,28 +37,28 @@ class Planes:
         return made
 
     def written(self, slot: SlotPlan) -> list[fx.Node]:
-        """The planes that an append writes."""
+        """Return the planes that an append writes."""
         return self.of(slot)[: slot.layout.written]
 
     def encoded(self, slot: SlotPlan) -> list[fx.Node]:
-        """The planes that grow with the tokens."""
+        """Return the planes that grow with tokens."""
         return self.of(slot)[: slot.layout.encoded]
 
     def from_first(self, emit: Emitter, slot: SlotPlan, positions: fx.Node) -> fx.Node:
-        """Positions [B or 1, S] counted from where the planes that grow begin."""
+        """Emit positions [B or 1, S] relative to the first position of the growing planes."""
         if slot.layout.first is None:
             return positions
         return emit.call(aten.sub.Tensor, positions, emit.call(aten.reshape.default, self.of(slot)[slot.layout.first], [1, 1]))
 
     def constant(self, slot: SlotPlan) -> list[fx.Node]:
-        """The constant planes that attention reads."""
+        """Return the constant planes that attention reads."""
         read = slot.scheme.planes_read(slot.spec)
         return [node for spec, node in zip(slot.layout.planes[:read], self.of(slot)[:read], strict=True) if spec.constant]
 
     def encoding(self, slot: SlotPlan) -> list[fx.Node]:
-        """The constant planes that new tokens are encoded with."""
+        """Return the constant planes that encoding reads."""
         return [node for spec, node in zip(slot.layout.planes, self.of(slot), strict=True) if spec.encoding]
 
     def named(self, slot: SlotPlan) -> dict[str, fx.Node]:
-        """All planes of a slot's store by name."""
+        """Return all planes of a slot's store by name."""
         return {spec.name: node for spec, node in zip(slot.layout.planes, self.of(slot), strict=True)}

@@ -1,4 +1,4 @@
-"""Positions: where in its store each new token is written."""
+"""Positions: the position of each new token in its store."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvcompile.passes.rewrite.rewritten import Variant
 
 
 class NewPositions:
-    """Positions of the new tokens, int64 [1 or B, S]; writes at one place share them.
+    """Positions of new tokens, int64 [1 or B, S]; equal writes share them.
 
     ::
 
@@ -30,14 +30,14 @@ class NewPositions:
         self._made: dict[Any, fx.Node] = {}
 
     def of(self, emit: Emitter, slot: SlotPlan) -> fx.Node:
-        """The positions of a slot's new tokens."""
+        """Return the positions of a slot's new tokens, emitted once."""
         key = self._key(slot)
         if key not in self._made:
             self._made[key] = self._emit(emit, slot)
         return self._made[key]
 
     def _key(self, slot: SlotPlan) -> Any:
-        """Equal for writes at the same positions."""
+        """Return a key that is equal for writes at equal positions."""
         write = slot.slot.write
         where = write.position
         if self.variant is Variant.FRESH:
@@ -55,7 +55,7 @@ class NewPositions:
             return emit.positions(write.count, 0, device)
         if where.index is not None:
             found = indexed(emit, where)
-            # Attention counts from them too, behind what advances a counter that they are a view of.
+            # Attention reads the positions too, and a counter that they are a view of is advanced before it.
             return emit.call(aten.clone.default, found) if self.effects.writes_after(where.index) else found
         if where.past is not None:
             return emit.positions(write.count, emit.size(value_of(where.past).shape[write.token_dim]), device)
@@ -64,7 +64,7 @@ class NewPositions:
 
 
 def indexed(emit: Emitter, where: Position) -> fx.Node:
-    """Positions that are a tensor of the graph, int64 [1 or B, S]."""
+    """Emit positions from a tensor of the graph, as int64 [1 or B, S]."""
     assert where.index is not None
     index, seen = emit.copies[where.index], value_of(where.index)
     if seen.dtype != torch.int64:

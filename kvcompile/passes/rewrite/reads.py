@@ -1,8 +1,8 @@
-"""Reads: what a rewrite adds reads operands later than the model did, so none of them may have been written to in between.
+"""Reads: check that no operand is written to between the model's read and the rewritten graph's later read.
 
 ::
 
-    pos = counter[:n]; cache[pos] = k; counter.add_(n)      attend(..., base=pos - window) would see the counter as it is afterwards
+    pos = counter[:n]; cache[pos] = k; counter.add_(n)      attend(..., base=pos - window) would see the advanced counter
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvcompile.passes.rewrite.context import Context
 
 
 def check_reads(context: Context) -> None:
-    """Raise Unsupported where a node that the rewrite added reads a value behind a write to it, and the model only ahead of that write."""
+    """Raise Unsupported if an added node reads a value after a write to it, while the model only reads it before that write."""
     effects = context.effects
     captured = {new: old for old, new in context.copies.items()}
     place = {node: index for index, node in enumerate(context.graph.nodes)}
@@ -40,7 +40,7 @@ def check_reads(context: Context) -> None:
 
 
 def _last_read(node: fx.Node, order: dict[fx.Node, int]) -> int:
-    """The place in ``order`` of the last node that reads a value or a view of it, -1 where none does; writes to it do not count."""
+    """Return the index in ``order`` of the last reader of a value or of its views, writes to it excluded; -1 without any."""
     last = -1
     for user in node.users:
         if view_parent(user) is node:

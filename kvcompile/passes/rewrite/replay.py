@@ -1,7 +1,7 @@
-"""Replay: which rewritten graphs may be recorded as CUDA graphs, and which of their inputs keep their addresses.
+"""Replay: rewritten graphs that may be recorded as CUDA graphs, and their inputs with static addresses.
 
-A CUDA graph's results lie in memory that the next replay writes over. That is fine for logits, and wrong for whatever is
-carried from call to call: counters, states and caches that a prompt makes and the next step takes up.
+The next replay overwrites a CUDA graph's results. That is fine for logits, and wrong for state that is carried between calls: counters,
+and caches that a prompt creates and the next step reads.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvcompile.passes.rewrite.rewritten import Rewritten, Variant
 
 
 def gap(rewritten: Rewritten, captured: Captured) -> str | None:
-    """Why a rewritten graph is not recorded as a CUDA graph; None where it may be."""
+    """Return the reason why a rewritten graph is not recorded as a CUDA graph; None if it may be."""
     if rewritten.variant is Variant.FRESH or any(binding.plan.slot.kind.facts.created for binding in rewritten.bindings):
         return "it fills empty caches: that happens once a conversation, and what it makes must outlive the next call"
     sizes = rewritten.sizes or any(isinstance(captured.fakes[index], torch.SymInt) for index in rewritten.kept)
@@ -25,10 +25,10 @@ def gap(rewritten: Rewritten, captured: Captured) -> str | None:
 
 
 def steady_inputs(captured: Captured, effects: Effects) -> frozenset[int]:
-    """The arguments that a graph writes in place: counters and states of the caller's, whose addresses do not change from call to call.
+    """Return the indices of CUDA arguments that a graph writes in place: the caller's counters and states, with fixed addresses.
 
-    A CUDA graph must write them where they are. Inductor takes an argument for movable unless it is told otherwise, and then
-    records nothing at all of a graph that writes to it; where an address does change, the graph is recorded again.
+    A CUDA graph must write them in place. Inductor assumes that arguments move unless marked, and then records no graph that writes
+    to one; if a marked address does change, the graph is recorded again.
     """
     return frozenset(
         entry.index for entry in captured.inputs

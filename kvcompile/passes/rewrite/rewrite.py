@@ -1,13 +1,12 @@
-"""Rewrite: every planned site becomes ``kvcompile::append`` and ``kvcompile::attend``, or its scheme's own attention, on store planes.
+"""Rewrite: every planned site becomes ``kvcompile::append`` and ``kvcompile::attend`` (or its scheme's own attention) on store planes.
 
-Where a certificate is asked of a scheme without one, ``kvcompile::report_site`` stands behind ``attend`` and adds to the keys'
-last plane. The planes are new placeholders behind the old ones; the cache tensor itself leaves the graph. Two variants of one
-graph exist, because whether anything is cached yet is known on the host before the call and needs neither a recompile nor a
-branch on the device:
+With ``certify`` and a scheme without a certificate, ``kvcompile::report_site`` follows ``attend`` and adds to the keys' last plane. The
+planes are new placeholders behind the old ones; the cache tensor itself leaves the graph. There are two variants of a graph, because
+the host knows before the call whether anything is cached, and choosing needs neither a recompile nor a branch on the device:
 
-PAST    attention reads the store, into which the new tokens have just been appended
-FRESH   the store is empty: attention reads the new keys and values as they are, in full precision, by
-        flash attention where the mask is causal, and the store is only written
+PAST    attention reads the store, after the new tokens are appended
+FRESH   the store is empty: attention reads the new keys and values in full precision, by flash attention if the mask is causal, and the
+        store is only written
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ from kvcompile.passes.rewrite.symbols import Symbols
 
 
 def rewrite(captured: Captured, plan: Plan, variant: Variant, effects: Effects) -> Rewritten:
-    """The rewritten graph of one variant; the captured graph is left as it was."""
+    """Return the rewritten graph of one variant; the captured graph is unchanged."""
     context, output = _copied(captured, plan, variant, effects)
     planes, sliding = Planes(context), SlidingCaches(context.graph)
     rope = RopeTables(planes, all_empty=variant is Variant.FRESH)
     appends = Appends(context, planes, rope, sliding, PagedCaches(effects))
-    # In the order of the writes, so that what one append computes (positions) stands before the next.
+    # In the order of the writes: positions that one append computes must precede the next append.
     for slot in sorted(context.slots(), key=lambda slot: effects.order[slot.slot.write.at]):
         planes.of(slot)
         if slot.slot.kind.facts.written and not context.is_calibrated(slot):
@@ -57,7 +56,7 @@ def rewrite(captured: Captured, plan: Plan, variant: Variant, effects: Effects) 
 
 
 def _copied(captured: Captured, plan: Plan, variant: Variant, effects: Effects) -> tuple[Context, fx.Node]:
-    """A context around a copy of the captured graph, and the copy's output node."""
+    """Copy the captured graph; return the copy's context and output node."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     output = graph.output(graph.graph_copy(captured.graph, copies))

@@ -1,4 +1,4 @@
-"""Rewritten: what a rewrite produces. Values only, no logic."""
+"""Rewritten: the result of a rewrite. Values only, no logic."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvcompile.passes.plan.plan import SlotPlan
 
 
 class Variant(enum.Enum):
-    """The state of the stores when the graph runs."""
+    """The state of the stores at the call: filled (PAST) or empty (FRESH)."""
 
     PAST = "past"
     FRESH = "fresh"
@@ -20,7 +20,10 @@ class Variant(enum.Enum):
 
 @dataclass(frozen=True)
 class Binding:
-    """One slot of the rewritten graph: where its cache comes in and goes out, and where its planes are."""
+    """A slot of the rewritten graph: its plan, the argument and the outputs that are its cache, and the index of its first plane.
+
+    ``argument``: None if the graph creates the cache.
+    """
 
     plan: SlotPlan
     argument: int | None
@@ -29,13 +32,16 @@ class Binding:
 
     @property
     def part(self) -> tuple[tuple[int, int], ...]:
-        """Which part of the cache tensor the slot is; () for the whole."""
+        """The selected indices of the cache tensor, as (dim, index); () for the whole."""
         return self.plan.slot.axes.select
 
 
 @dataclass(frozen=True)
 class Rewritten:
-    """The rewritten graph, which of the caller's arguments it still takes, and its slots in plane order."""
+    """The rewritten graph of a variant, the caller's arguments that it still takes (``kept``), and its slots in plane order.
+
+    ``dropped_outputs``: outputs that are caches and left the graph. ``results``: the number of outputs before.
+    """
 
     module: fx.GraphModule
     variant: Variant
@@ -44,6 +50,6 @@ class Rewritten:
     dropped_outputs: tuple[int, ...]
     results: int
     cursors: tuple[int, ...] = ()
-    """The numbers of slots whose cursors come behind the planes."""
+    """Slots of the sliding caches with a cursor input; cursors follow the planes."""
     sizes: tuple[Any, ...] = ()
-    """The symbols whose values come behind the cursors: sizes that only cache tensors had."""
+    """Symbols with a size input, behind the cursors: sizes that only cache tensors had."""

@@ -1,9 +1,9 @@
-"""RoPE tables: what a rewritten graph does for keys that are stored before RoPE.
+"""RoPE tables: cosines and sines for keys that are stored before RoPE.
 
-New keys are turned back by the angles of their place in the store, which counts from the row's first token, and
-attention turns what it reads by the same angles; so neither needs to know the caller's positions, one table
-serves all rows and layers, and the model's own keys come back exactly (``runtime.rope`` says more). The table
-is made once a call for all layers that grow alike, for as many places as the stores have room for.
+New keys are rotated back by the angles of their index in the store, counted from the row's first token, and attention rotates the
+keys that it reads by the same angles. So neither needs the caller's positions, one table serves all rows and layers, and the model's own
+keys are recovered exactly (see ``runtime.store.rope``). Tables are computed once a call for all layers of equal growth, for the whole
+capacity of the stores.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from kvcompile.types import PAGE
 
 
 class RopeTables:
-    """Emits the cosines and sines that the sites of one graph need, each once.
+    """Emits the cosines and sines for the sites of one graph, each once.
 
-    ``all_empty``: all stores are empty, so that this call's masks say where rows begin.
+    ``all_empty``: all stores are empty, so this call's masks define the rows' origins.
     """
 
     def __init__(self, planes: Planes, all_empty: bool) -> None:
@@ -35,7 +35,7 @@ class RopeTables:
         self.made: dict[Any, list[fx.Node]] = {}
 
     def undo(self, emit: Emitter, slot: SlotPlan, keys: fx.Node, position: fx.Node, origin: fx.Node | None) -> fx.Node:
-        """New keys [B, K, S, D] at ``position`` as they are stored; ``origin``: the first token that this call's mask shows in each row."""
+        """Emit new keys [B, K, S, D] at ``position`` with their RoPE undone; ``origin``: the first visible token of each row, or None."""
         rope = slot.rope
         if rope is None:
             return keys
@@ -44,11 +44,11 @@ class RopeTables:
         return emit.call(torch.ops.kvcompile.undo_rope.default, keys, cos, sin, rope.interleaved)
 
     def operands(self, emit: Emitter, slot: SlotPlan) -> list[Any]:
-        """The operands of attend that turn what is stored: the tables of every place, and how channels are paired."""
+        """Return attend's operands to rotate stored keys: tables of all positions, and the pairing of channels; [] without ``pre_rope``."""
         if slot.rope is None:
             return []
         plane = self.planes.of(slot)[0]
-        # Stores that grow alike have as many places.
+        # Stores of equal growth have the same number of positions.
         key = "all", slot.growing
         if key not in self.places:
             count = emit.call(operator.mul, emit.call(aten.sym_size.int, plane, 0), PAGE)
@@ -56,18 +56,18 @@ class RopeTables:
         return [self._at(emit, slot, slot.rope, self.places[key]), slot.rope.interleaved]
 
     def _place(self, emit: Emitter, slot: SlotPlan, position: fx.Node, origin: fx.Node | None) -> fx.Node:
-        """Where new tokens stand in the store, int64 [1 or B, S]: positions less the row's origin, as the append will count."""
+        """Emit new tokens' indices in the store, int64 [1 or B, S]: positions less the row's origin, as the append counts them."""
         if origin is None:
             return position
         where = slot.slot.part
         key = (position, origin, None if self.all_empty else where)
         if key not in self.places:
             if not self.all_empty:
-                # Of the store itself: nothing holds the stores of all layers together.
+                # Per store: the stores of different layers need not agree.
                 clock = self.planes.named(slot)["clock"]
                 for dim, at in ((0, 0), (1, 0), (1, 0), (1, 1)):
                     clock = emit.call(aten.select.int, clock, dim, at)
-                # As ``append_window.begins`` has it.
+                # As in ``append_window.begins``.
                 first = emit.call(aten.select.int, position, 1, 0)
                 padded = emit.call(aten.ge.Tensor, emit.call(aten.minimum.default, clock, origin), first)
                 begins = emit.call(aten.logical_or.default, emit.call(aten.eq.Scalar, first, 0), padded)

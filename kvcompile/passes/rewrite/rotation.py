@@ -1,7 +1,7 @@
-"""Rotation: what a rewritten graph does for stores whose channels are rotated.
+"""Rotation: emit the channel rotations of stores that keep rotated channels.
 
-New tokens are rotated on their way into a store, queries on their way to it, and what attention makes of rotated values is rotated back.
-Attention over the tokens of this call alone takes all of them as the model made them.
+New tokens are rotated before they are stored and queries before they are used; attention's result over rotated values is rotated back.
+Attention over this call's tokens alone is unrotated.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from kvcompile.passes.rewrite.planes import Planes
 
 
 def rotated(emit: Emitter, planes: Planes, slot: SlotPlan, node: fx.Node) -> fx.Node:
-    """Emit tokens or queries [B, heads, S, D] rotated as the tokens of a slot's store are."""
+    """Emit tokens or queries [B, heads, S, D] rotated like the stored tokens of a slot."""
     return _emitted(emit, planes, slot, node, inverse=False)
 
 
 def unrotated(emit: Emitter, planes: Planes, slot: SlotPlan, node: fx.Node) -> fx.Node:
-    """Emit results [B, heads, S, D] of a slot's rotated tokens, rotated back."""
+    """Emit results [B, heads, S, D] over a slot's rotated tokens, rotated back."""
     return _emitted(emit, planes, slot, node, inverse=True)
 
 
@@ -33,7 +33,7 @@ def _emitted(emit: Emitter, planes: Planes, slot: SlotPlan, node: fx.Node, inver
 
 
 def rotated_queries(emit: Emitter, planes: Planes, slots: tuple[SlotPlan, ...], q_BHSD: fx.Node) -> fx.Node:
-    """Emit queries rotated as the keys that they meet, whose channels stand behind one another where they lie in several stores."""
+    """Emit queries rotated like the keys; keys in several stores have consecutive channel ranges."""
     if all(slot.rotation is None for slot in slots):
         return q_BHSD
     if len(slots) == 1:

@@ -1,12 +1,11 @@
-"""Sliding caches: where new tokens go, what attention reads, and masks in the order of the slots.
+"""Sliding caches: slots of new tokens, the tokens that attention reads, and masks in slot order.
 
-One new token is written over the oldest one and attention reads the slots as they lie: the order of keys does
-not matter to it, so only masks have to follow, from the order of the tokens to that of the slots. Several new
-tokens may be more than the cache has room for: attention then reads a copy of the codes in the order of the
-tokens (``kvcompile::unroll``), and masks stay as they are.
+One new token overwrites the oldest one, and attention reads the slots in storage order: the order of keys does not matter to it, so only
+masks are mapped from token order to slot order. Several new tokens may exceed the cache's room: attention then reads a copy of the
+codes in token order (``kvcompile::unroll``), and masks stay unchanged.
 
-The position of the next token comes as an input, the cursor: one a number of slots, a tensor, so that no step
-recompiles, waits for the device or is recorded again.
+The slot of the next token is an input tensor, the cursor, one for each number of slots, so that no step recompiles, waits for the
+device or records a new CUDA graph.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from kvcompile.passes.rewrite.visibility import Visibility
 
 @dataclass
 class SlidingCaches:
-    """The sliding caches of one graph while it is rewritten."""
+    """The sliding caches of one graph during a rewrite."""
 
     graph: fx.Graph
     cursors: dict[int, fx.Node] = field(default_factory=dict)
@@ -38,7 +37,7 @@ class SlidingCaches:
     positions: dict[Any, fx.Node] = field(default_factory=dict)
 
     def cursor(self, sliding: SlidingCache) -> fx.Node:
-        """The slot of the next token, int64 [1]."""
+        """Return the cursor: the slot of the next token, int64 [1]."""
         if sliding.slots not in self.cursors:
             last = [node for node in self.graph.nodes if node.op == "placeholder"][-1]
             with self.graph.inserting_after(last):
@@ -46,7 +45,7 @@ class SlidingCaches:
         return self.cursors[sliding.slots]
 
     def finalize(self) -> tuple[int, ...]:
-        """Move the cursors behind the planes; the numbers of slots of their caches, in order."""
+        """Move the cursors behind the planes; return their caches' numbers of slots, in order."""
         for node in self.cursors.values():
             [item for item in self.graph.nodes if item.op == "placeholder"][-1].append(node)
         return tuple(self.cursors)
@@ -56,7 +55,7 @@ class SlidingCaches:
     def append(
         self, emit: Emitter, slot: SlotPlan, source: fx.Node, planes: list[fx.Node], tables: list[fx.Node], device: torch.device, anew: bool
     ) -> None:
-        """Write the new tokens of one slot, encoded with ``tables``; ``anew``: the cache is empty."""
+        """Emit the append of one slot's new tokens ``source``, encoded with ``tables``; ``anew``: the cache is empty."""
         sliding = slot.slot.sliding
         assert sliding is not None
         one = isinstance(slot.slot.write.count, int) and slot.slot.write.count == 1
@@ -67,7 +66,7 @@ class SlidingCaches:
         emit.call(torch.ops.kvcompile.append.default, kept, planes, position, slot.scheme.spec(), *([None, tables] if tables else []))
 
     def newest(self, emit: Emitter, slot: SlotPlan, source: fx.Node) -> tuple[fx.Node, Any]:
-        """(the new tokens that are still there after the call, how many they are); the others are never written."""
+        """Return (the new tokens that remain in the cache after the call, their number); older ones are never written."""
         sliding, count = slot.slot.sliding, slot.slot.write.count
         assert sliding is not None
         most = sliding.keep if sliding.refilled else sliding.slots
@@ -82,7 +81,7 @@ class SlidingCaches:
         return emit.call(aten.slice.Tensor, source, 2, start), kept
 
     def position(self, emit: Emitter, slot: SlotPlan, kept: Any, device: torch.device, anew: bool) -> fx.Node:
-        """Slots of the ``kept`` newest tokens, int64 [1, kept]; ``anew``: the cache is filled from its first slot."""
+        """Emit the slots of the ``kept`` newest tokens, int64 [1, kept]; ``anew``: the cache is filled from its first slot."""
         sliding, count = slot.slot.sliding, slot.slot.write.count
         assert sliding is not None
         key = (sliding.slots, str(count), str(kept), anew or sliding.refilled)
@@ -105,7 +104,7 @@ class SlidingCaches:
         return self.positions[key]
 
     def unroll(self, emit: Emitter, slot: SlotPlan, source: fx.Node, planes: list[fx.Node], tables: list[fx.Node]) -> None:
-        """Ahead of a write of several tokens: what attention will read, in the order of the tokens."""
+        """Emit, before a write of several tokens, a copy of the tokens that attention will read, in token order."""
         sliding = slot.slot.sliding
         assert sliding is not None
         cursor, past = self.cursor(sliding), emit.size(sliding.past)
@@ -116,11 +115,11 @@ class SlidingCaches:
     # --- reading ---------------------------------------------------------------------------------
 
     def reads_slots(self, slot: SlotPlan) -> bool:
-        """Whether attention reads a slot's store in the order of its slots, and not a copy in the order of the tokens."""
+        """Return whether attention reads a slot's store in slot order rather than a copy in token order."""
         return slot.slot.part not in self.linear
 
     def order(self, emit: Emitter, sliding: SlidingCache, count: Any, device: torch.device) -> tuple[fx.Node, fx.Node]:
-        """(which of the ``count`` tokens read each slot holds, whether it holds one): int64 and bool [slots]."""
+        """Emit for each slot the index of its token among the ``count`` tokens read, and whether it holds one: int64 and bool [slots]."""
         key = (sliding.slots, str(count))
         if key not in self.orders:
             iota = emit.call(aten.arange.default, sliding.slots, dtype=torch.int64, device=device)
@@ -132,12 +131,12 @@ class SlidingCaches:
         return self.orders[key]
 
     def in_slot_order(self, emit: Emitter, item: SitePlan, seen: Visibility, device: torch.device) -> Visibility:
-        """The mask of one new token over the slots, from its mask over the tokens that are read."""
+        """Map one new token's mask from token order to slot order."""
         sliding, site = item.key.slot.sliding, item.site
         assert sliding is not None
         count = sliding.past + 1
         if seen.hides_nothing and (same(count, sliding.slots) or _all_of_it(item.key.slot)):
-            # Until such a sliding cache is full its first slots hold the tokens, in order (``runtime.token_slots.readdressed`` sees to it).
+            # Until the cache is full, its first slots hold the tokens in order (``runtime.token_slots.readdressed`` ensures it).
             last = count - 1 if isinstance(count, int) else emit.call(operator.sub, emit.size(count), 1)
             return Visibility(emit.constant_limit(1, last, device))
         key = (sliding.slots, str(count), site.bounds, site.heads, site.groups)
@@ -169,7 +168,7 @@ class SlidingCaches:
 
 
 def _all_of_it(slot: Slot) -> bool:
-    """Whether attention reads all of a cache tensor that is as long as it has tokens."""
+    """Return whether attention reads the whole of a cache tensor that is returned longer by each call."""
     assert slot.sliding is not None
     if not slot.kind.facts.extended or slot.placeholder is None:
         return False
@@ -181,7 +180,7 @@ def _boolean(site: Site) -> bool:
 
 
 def covered(site: Site, limit: Limit) -> bool:
-    """Whether a limit over the tokens that are read hides none of them, or none that a carried mask does not hide as well."""
+    """Return whether a limit hides no token that is read, or none that a carried mask does not hide too."""
     carried_says_so = len(site.attention.masks) == 1 and bool(site.bounds.carried) and not site.attention.causal
     if carried_says_so or limit.kind is LimitKind.ALL:
         return True

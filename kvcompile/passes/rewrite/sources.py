@@ -1,4 +1,4 @@
-"""Sources: the queries of a site, and the keys and values that its attention reads, from stores or from this call's tokens."""
+"""Sources: a site's queries, and the keys and values that its attention reads, from stores or from this call's tokens."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ DENSE = "dense()"
 
 @dataclass(frozen=True)
 class Sources:
-    """Operands that one attention is computed from.
+    """Operands of one attention.
 
     ``q``            queries [B, H, S, D] in ``dtype``
-    ``keys, values`` planes of stores, or one plane of this call's tokens each, read as ``schemes`` say
-    ``fresh``        this call's keys and values [B, K, S, D], None where stores are read
+    ``keys, values`` planes of stores, or one plane each of this call's tokens, encoded as ``schemes`` say
+    ``fresh``        this call's keys and values [B, K, S, D]; None if stores are read
+    ``grouped``      the heads of ``fresh`` are fewer than query heads
     """
 
     q: fx.Node
@@ -37,11 +38,11 @@ class Sources:
     fresh: tuple[fx.Node, fx.Node] | None = None
     grouped: bool = False
     asked: fx.Node | None = None
-    """The queries as the model has them, before any rotation of channels."""
+    """The queries before any rotation of channels."""
 
 
 def sources(appends: Appends, emit: Emitter, item: SitePlan) -> Sources:
-    """The operands of a site; emits what they are made by."""
+    """Return the operands of a site, and emit the nodes that compute them."""
     q, dtype = _queries(emit, item)
     keys, values = (read_planes(appends, slot, item) for slot in (item.key, item.value))
     stored = Sources(q, dtype, keys, values, (item.key.scheme.spec(), item.value.scheme.spec()), item.value.spec.head_dim, asked=q)
@@ -54,7 +55,7 @@ def sources(appends: Appends, emit: Emitter, item: SitePlan) -> Sources:
 
 
 def _queries(emit: Emitter, item: SitePlan) -> tuple[fx.Node, torch.dtype]:
-    """Queries [B, H, S, D], and the dtype that attention takes them in."""
+    """Emit queries [B, H, S, D]; return them with the dtype that attention computes in."""
     site, attention = item.site, item.site.attention
     q = emit.heads(emit.copies[attention.q], attention.q_roles, ("S", "D"), site.heads, site.groups)
     if attention.beside is not None:
@@ -64,12 +65,12 @@ def _queries(emit: Emitter, item: SitePlan) -> tuple[fx.Node, torch.dtype]:
     q = _times(emit, q, dtype, attention.factors)
     if dtype in DTYPES or item.key.spec.dtype not in DTYPES:
         return q, dtype
-    # Double precision: no kernel has it, and only the caches of a trial hold it.
+    # float64: no kernel supports it, and only trials use such caches.
     return emit.call(aten.to.dtype, q, torch.float32), torch.float32
 
 
 def _times(emit: Emitter, q: fx.Node, dtype: torch.dtype, factors: tuple[Factor, ...]) -> fx.Node:
-    """Queries [B, H, S, D] times what the scores are multiplied with and only the call knows, in ``dtype``."""
+    """Emit queries [B, H, S, D] times the factors of the scores that are known only at run time, in ``dtype``."""
     for factor in factors:
         node, value = emit.copies[factor.node], value_of(factor.node)
         if isinstance(value, torch.Tensor) and value.dim():
@@ -79,7 +80,7 @@ def _times(emit: Emitter, q: fx.Node, dtype: torch.dtype, factors: tuple[Factor,
 
 
 def _of_this_call(appends: Appends, emit: Emitter, item: SitePlan, stored: Sources) -> Sources:
-    """The operands where attention reads the new tokens alone, in full precision."""
+    """Return the operands for attention over the new tokens alone, in full precision."""
     site, made, dtype = item.site, item.site.assembly, stored.dtype
     grouped, value_dim = site.groups > 1, stored.value_dim
     if made is not None:
@@ -92,7 +93,7 @@ def _of_this_call(appends: Appends, emit: Emitter, item: SitePlan, stored: Sourc
         grouped, value_dim = site.heads > made.heads, made.value.count
     else:
         appends.calibrate(emit, item, stored.q)
-        # As the cache rounds them, then as the attention takes them: a cache may be kept in another precision than it is used in.
+        # First rounded to the cache's dtype, then cast to attention's: a cache may be kept in another precision.
         k, v = (
             part if slot.spec.dtype == dtype else emit.call(aten.to.dtype, part, dtype)
             for slot in (item.key, item.value) for part in [appends.read_back(emit, slot, appends.append(slot, emit))]
@@ -104,7 +105,7 @@ def _of_this_call(appends: Appends, emit: Emitter, item: SitePlan, stored: Sourc
 
 
 def read_planes(appends: Appends, slot: SlotPlan, item: SitePlan) -> list[fx.Node]:
-    """The planes that attention reads, in the order of the tokens, gathered for the site's rows where the cache is paged."""
+    """Return the planes that attention reads, in token order; a paged cache's planes are gathered for the site's rows."""
     constant, read = appends.planes.constant(slot), slot.scheme.planes_read(slot.spec)
     planes = (appends.sliding.linear.get(slot.slot.part) or appends.planes.of(slot))[: read - len(constant)]
     if slot.slot.block_table is not None:

@@ -1,4 +1,4 @@
-"""Strides: what followed the old attention may have counted on how its result lay in memory; ours need not lie so."""
+"""Strides: nodes after the old attention may depend on its memory layout, which the new result need not have."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from kvcompile.passes.graph.operators import Kind, named
 from kvcompile.passes.graph.shapes import op_name
 
 PRODUCTS = named(Kind.PRODUCT, Kind.PROJECTION)
-"""Behind one of these nothing is left of the strides of what went in."""
+"""Operators with results that do not depend on their operands' strides."""
 
 
 def free_strides(start: fx.Node) -> None:
-    """Let views that follow an attention be copies where they must: its result need not lie in memory as the old one did."""
+    """Turn views of an attention's result into reshapes, which copy if its memory layout requires it."""
     stack, seen = [start], set[fx.Node]()
     while stack:
         for user in stack.pop().users:

@@ -1,4 +1,4 @@
-"""Symbols: the value of a symbolic size inside a rewritten graph, from the inputs and tensors that stay in it."""
+"""Symbols: values of symbolic sizes inside a rewritten graph, from its remaining inputs and tensors."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ FOLDED: dict[Any, Callable[..., Any]] = {
     sympy.Add: operator.add, sympy.Mul: operator.mul, Min: torch.sym_min, Max: torch.sym_max,
     FloorDiv: operator.floordiv, CleanDiv: operator.floordiv, Mod: operator.mod, PythonMod: operator.mod,
 }
-"""What Dynamo's expressions of sizes are made of, and the function of two sizes that gives each, applied from left to right."""
+"""Functions in Dynamo's expressions of sizes, and the equivalent functions of two sizes, applied from left to right."""
 
 
 class Symbols:
-    """Finds or makes the nodes that hold sizes; ``gone``: placeholders that leave the graph.
+    """Finds or creates the nodes for sizes; ``gone``: placeholders that leave the graph.
 
-    A size that only leaving inputs have becomes an input of its own: ``extra`` maps its symbol to that placeholder.
+    A size that only leaving inputs have becomes a new input: ``extra`` maps its symbol to that placeholder.
     """
 
     def __init__(self, captured: Captured, graph: fx.Graph, env: dict[fx.Node, fx.Node], gone: set[fx.Node | None]) -> None:
@@ -39,7 +39,10 @@ class Symbols:
         }
 
     def of(self, value: Any) -> Any:
-        """The graph value of a symbolic size: a SymInt placeholder, or the size of a tensor that stays."""
+        """Return a symbolic size as an int or node: a SymInt placeholder, a remaining tensor's size, or computed from these.
+
+        Raises Unsupported if no input has it.
+        """
         expr = value.node.expr if isinstance(value, torch.SymInt) else value
         if expr.is_number:
             return int(expr)
@@ -62,17 +65,17 @@ class Symbols:
         )
 
     def input(self, symbol: Any) -> fx.Node:
-        """An input of the graph that holds one symbol, behind all other inputs."""
+        """Return a new input, behind all others, for one symbol."""
         if symbol not in self.extra:
             with self.graph.inserting_before(next(node for node in self.graph.nodes if node.op != "placeholder")):
                 self.extra[symbol] = self.graph.placeholder(f"kv_size_{symbol}")
         return self.extra[symbol]
 
     def finalize(self) -> tuple[Any, ...]:
-        """Move the inputs made here behind all others, and make those that sizes of the graph need; their symbols, in order.
+        """Add inputs for symbols that the graph still needs, move all new inputs behind the others, and return their symbols in order.
 
-        Inductor reads a symbol from an input that is that symbol, or from a tensor that has it as a size. One that was only
-        known from a cache tensor that left the graph, under whichever name the tracer settled on, would be undefined.
+        Inductor reads a symbol from an input that is that symbol, or from the size of a tensor. A symbol known only from a removed cache
+        tensor, under whatever name the tracer chose, would be undefined.
         """
         used: set[Any] = set()
         bound: set[Any] = set()
@@ -89,7 +92,7 @@ class Symbols:
         return tuple(self.extra)
 
     def _early(self, target: Any, *args: Any) -> fx.Node:
-        """A node ahead of all others but those made here before, so that every later one may use it."""
+        """Emit a node at the start of the graph, behind earlier ones from here, so that every other node may use it."""
         anchor = next(node for node in self.graph.nodes if node.op != "placeholder" and node not in self.made)
         with self.graph.inserting_before(anchor):
             made = self.graph.call_function(target, args)
@@ -98,7 +101,7 @@ class Symbols:
 
 
 def _sizes(value: Any) -> list[torch.SymInt]:
-    """The symbolic ints of a value: itself, or its sizes and strides."""
+    """Return the SymInts of a value: itself, or a tensor's sizes and strides."""
     if isinstance(value, torch.SymInt):
         return [value]
     if not isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Visibility: which tokens each query attends to, as the operands ``hi``, ``lo``, ``keep`` and ``bias`` of ``attend``."""
+"""Visibility: the tokens that each query attends to, as operands ``hi``, ``lo``, ``keep`` and ``bias`` of ``attend``."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import fx
 
 @dataclass(frozen=True)
 class Visibility:
-    """Operands over the tokens that attention reads, None for what hides nothing.
+    """Mask operands over the tokens that attention reads; None hides nothing.
 
-    ``hi``, ``lo``  last and first position, int64 [1 or B, S]
-    ``keep``        positions that may be attended at all, bool [1 or B, T]
+    ``hi``, ``lo``  last and first visible position, int64 [1 or B, S]
+    ``keep``        positions visible to any query, bool [1 or B, T]
     ``bias``        any other mask, bool or float [B or 1, H or 1, S or 1, T]
     """
 
