@@ -1,4 +1,4 @@
-"""Store: compressed tokens in memory, what a cache knows of them, and the caches that live."""
+"""Store: compressed tokens in memory, the state of each cache, and the set of live caches."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    # Pickles of version 0.1 name this module, which was a file (``files.pickled``).
+    # Pickles of version 0.1 name this module, which was a file then (``files.pickled``).
     if name == "StoreSpec":
         from kvcompile.runtime.store.store import StoreSpec
 

@@ -1,7 +1,7 @@
-"""The store of an adaptive scheme: planes that its scheme exchanges as tokens change their widths.
+"""Adaptive store: the store of an adaptive scheme, whose planes are replaced as tokens change their widths.
 
-Nothing here knows how tokens lie in the planes: room, values, a cut, some batch rows are the scheme's. What is counted on the host is the
-position of the first token in the planes that grow, so that no decode step asks the device for it, and what reallocations changed.
+The scheme alone knows the layout of tokens in the planes: it computes room, values, cuts and row selections. The host keeps the position
+of the first token in the growing planes, so that no decode step reads it from the device, and counts of what reallocations changed.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from kvcompile.schemes.adaptive import EARLY
 from kvcompile.types import PAGE, Extent, PlaneSpec, pages_for
 
 PAGES_BEHIND = 16
-"""Originals have room for a 16th more pages than they needed when they were made."""
+"""Planes with full-precision tokens get 1/16 more pages than needed when they are allocated."""
 
 
 @dataclass(frozen=True)
 class Pending:
-    """A look or a decision of several layers that has been asked for, and the number of one of them."""
+    """A drift check or a decision for several layers that was started, and the index of one layer among them."""
 
     asked: Any
     number: int
 
 
 class AdaptiveStore(Store):
-    """The planes of one slot for one cache, of a scheme that moves tokens between them."""
+    """The planes of one slot of a cache, for an adaptive scheme."""
 
     __slots__ = ("_first", "churn", "decision", "look")
 
@@ -44,7 +44,7 @@ class AdaptiveStore(Store):
 
     @staticmethod
     def holding(spec: StoreSpec, planes: list[torch.Tensor], rope: Rope | None = None) -> AdaptiveStore:
-        """Make a store around planes that exist. Waits for the device."""
+        """Return a store around existing planes. Waits for the device."""
         store = AdaptiveStore.__new__(AdaptiveStore)
         store.spec, store.rope, store.churn, store.before, store.padding = spec, rope, Churn(), None, None
         store.batch = planes[0].shape[1]
@@ -54,7 +54,7 @@ class AdaptiveStore(Store):
 
     @property
     def scheme(self) -> Adaptive:
-        """Return the scheme."""
+        """The scheme."""
         scheme = self.spec.scheme
         assert isinstance(scheme, Adaptive)
         return scheme
@@ -74,11 +74,11 @@ class AdaptiveStore(Store):
 
     @property
     def original_nbytes(self) -> int:
-        """Count the bytes of originals, which are kept beside the scheme's budget."""
+        """Bytes of full-precision tokens, which do not count towards the scheme's budget."""
         return sum(plane.untyped_storage().nbytes() for plane, spec in self.described() if spec.originals)
 
     def keep(self, tokens: int) -> None:
-        """Have room for the originals of ``tokens`` settled tokens, where the scheme keeps any, and a little more."""
+        """Grow the planes with full-precision copies of ``tokens`` encoded tokens, if the scheme keeps any and they are too small."""
         for index, (plane, spec) in enumerate(self.described()):
             pages, held = pages_for(tokens), plane.shape[0]
             if not spec.originals or spec.extent is not Extent.STORE or pages <= held:
@@ -88,7 +88,7 @@ class AdaptiveStore(Store):
             self.planes[index] = grown
 
     def _made(self, spec: PlaneSpec, pages: int) -> torch.Tensor:
-        """Make an empty plane of ``pages`` pages where it belongs."""
+        """Allocate a zero plane of ``pages`` pages, in pinned host memory if its spec says so."""
         shape = spec.shape_of(pages, self.batch, self.spec.slot.heads)
         with ordinary():
             if spec.host and self.device.type == "cuda":
@@ -96,11 +96,11 @@ class AdaptiveStore(Store):
             return torch.zeros(shape, dtype=spec.dtype, device=self.device)
 
     def histogram(self, tokens: int) -> dict[int, int]:
-        """Count the tokens of all rows by their bits, ``tokens`` of each row. Waits for the device."""
+        """Return the number of tokens by width in bits, over ``tokens`` tokens of each row. Waits for the device."""
         return self.scheme.histogram(tuple(self.planes), self.spec.slot, self._first, tokens)
 
     def tokens(self, count: int, path: str) -> StoredTokens:
-        """The first ``count`` tokens of each row, as they are until the next step; ``path``: the module path that reads them."""
+        """Return a view of the first ``count`` tokens of each row, valid until the next step; ``path``: a module path that reads them."""
         return StoredTokens(self.scheme, tuple(self.planes), self.spec.slot, self._first, count, path, self.churn)
 
     def reserve(self, pages: int, tokens: int | None = None) -> None:
@@ -118,24 +118,24 @@ class AdaptiveStore(Store):
         return self.scheme.tokens(tuple(self.planes), self.spec.slot, last * PAGE)[:, :, first * PAGE :]
 
     def due(self, tokens: int, layer: int, early: int = EARLY) -> Due:
-        """Whether widths are to be decided anew with ``tokens`` tokens; asked once a step, where the step is not ``quiet``."""
+        """Return when widths must be decided again with ``tokens`` tokens. Called once a step, unless the step is ``quiet``."""
         return self.scheme.due(tuple(self.planes), self.spec.slot, self._first, tokens, layer, early)
 
     def looks(self, tokens: int, layer: int) -> bool:
-        """Whether drift is looked at after this step."""
+        """Return whether drift is checked after this step."""
         return self.scheme.looks(tuple(self.planes), self.spec.slot, self._first, tokens, layer)
 
     def quiet(self, tokens: int) -> bool:
-        """Whether nothing is due or looked at."""
+        """Return whether neither a decision nor a drift check is due."""
         return self.scheme.quiet(self._first, tokens)
 
     def exchange(self, planes: tuple[torch.Tensor, ...], tokens: int, churn: Churn | None = None) -> None:
-        """Take the planes of a reallocation of ``tokens`` tokens in place of its own."""
+        """Replace the planes by those of a reallocation of ``tokens`` tokens, and add its counts."""
         self._take(list(planes), tokens)
         self.churn = self.churn + (churn or Churn())
 
     def cut(self, wanted: int | torch.Tensor) -> None:
-        """Forget all tokens from ``wanted`` on. Waits for the device."""
+        """Forget all tokens from position ``wanted`` on. Waits for the device. Raises NotServed for one length per row."""
         if isinstance(wanted, torch.Tensor):
             raise NotServed(
                 expected="one length for all rows", found="one for each", where="a cache that goes back", todo="use another scheme for it",
@@ -149,7 +149,7 @@ class AdaptiveStore(Store):
     def clone(self) -> AdaptiveStore:
         with ordinary():
             made = self._copied(self._where_they_belong([plane.clone() for plane in self.planes]))
-        # What was asked for holds of both.
+        # A pending decision is valid for both.
         made.decision, made.look = self.decision, self.look
         return made
 
@@ -171,7 +171,7 @@ class AdaptiveStore(Store):
         return made
 
     def _take(self, planes: list[torch.Tensor], first: int | None = None) -> None:
-        """Have these planes; ``first``: where the planes that grow begin, where that is known: the device is waited for else."""
+        """Use ``planes``; ``first``: the first position of the growing planes, None to read it from the device (waits)."""
         self.planes, self.decision, self.look = planes, None, None
         place = self.spec.layout.first
         assert place is not None
@@ -180,5 +180,5 @@ class AdaptiveStore(Store):
 
 
 def store_class(spec: StoreSpec) -> type[Store]:
-    """The kind of store that a scheme needs."""
+    """Return the class of store that a scheme needs."""
     return AdaptiveStore if isinstance(spec.scheme, Adaptive) else Store

@@ -1,4 +1,4 @@
-"""Encode dense tokens into a store outside of compiled code, and decode a store's tokens to a dense tensor."""
+"""Codec: encode dense tokens into a store outside of compiled code, and decode a store's tokens to a dense tensor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ ENCODED_AT_ONCE = 4096
 
 
 def encode(store: Store, x_BKTD: torch.Tensor, left_padding: torch.Tensor | None = None, first: int = 0) -> None:
-    """Encode dense tokens from token ``first`` on, in bounded steps; ``left_padding`` [B]: first tokens that are no padding."""
+    """Encode dense tokens [B, K, T, D] at positions from ``first`` on, in bounded steps.
+
+    ``left_padding``: each row's first position that is no padding, int64 [B]; None for 0 in all rows.
+    """
     for start in range(0, x_BKTD.shape[2], ENCODED_AT_ONCE):
         part = x_BKTD[:, :, start : start + ENCODED_AT_ONCE]
         if store.rope is not None:
@@ -27,7 +30,7 @@ def encode(store: Store, x_BKTD: torch.Tensor, left_padding: torch.Tensor | None
 
 
 def keep_padding(store: Store, x_BKTD: torch.Tensor) -> None:
-    """Keep of dense tokens those before each row's origin, which the window leaves out, beside the store. Waits for the device."""
+    """Keep dense tokens before each row's origin, which the window skips, in ``store.padding``. Waits for the device."""
     count = 0 if store.left_padding is None else min(int(store.left_padding.max()), x_BKTD.shape[2])
     if not count or not bool(x_BKTD[:, :, :count].any()):
         return
@@ -39,7 +42,7 @@ def keep_padding(store: Store, x_BKTD: torch.Tensor) -> None:
 
 
 def _put(store: Store, x_BKnD: torch.Tensor, left_padding: torch.Tensor | None, first: int) -> None:
-    """Write tokens, as the store has them, from token ``first`` on."""
+    """Append tokens [B, K, n, D], in the store's form (before RoPE, rotated), at positions from ``first`` on."""
     scheme, planes, pos = store.spec.scheme, store.planes[: store.spec.layout.written], _places(store, x_BKnD, first)
     if store.window is None:
         origin = left_padding if scheme.keeps_padding_out else None
@@ -53,17 +56,17 @@ def _put(store: Store, x_BKnD: torch.Tensor, left_padding: torch.Tensor | None, 
 
 
 def _places(store: Store, x_BKnD: torch.Tensor, first: int) -> torch.Tensor:
-    """The positions of tokens from token ``first`` on, int64 [1, n]."""
+    """Return the positions of tokens from ``first`` on, int64 [1, n]."""
     return torch.arange(first, first + x_BKnD.shape[2], device=store.device).unsqueeze(0)
 
 
 def decode(store: Store, tokens: int) -> torch.Tensor:
-    """Decode the first ``tokens`` tokens to [B, K, T, D] in the model's dtype; what is behind the newest one of a window is zero."""
+    """Decode the first ``tokens`` tokens to [B, K, T, D] in the model's dtype; with a window, zero behind the newest token."""
     values = store.unrotated(_held(store, tokens))
     values = _rotated(store, values) if store.spec.scheme.pre_rope else values
     if store.padding is None or store.left_padding is None:
         return values
-    # A store that was loaded learns its angles later.
+    # A loaded store gets its angles only later.
     store.padding.rope = store.rope
     padding = decode(store.padding, tokens)
     count = padding.shape[2]
@@ -72,20 +75,20 @@ def decode(store: Store, tokens: int) -> torch.Tensor:
 
 
 def _held(store: Store, tokens: int) -> torch.Tensor:
-    """Decode the first ``tokens`` tokens as the store has them, exact ones laid over."""
+    """Decode the first ``tokens`` tokens in the store's form [B, K, T, D], with exact tokens in place of decoded ones."""
     pages = min(pages_for(tokens), store.pages)
     values = store.values(0, pages)[:, :, :tokens].to(store.spec.slot.dtype)
     values = values if store.window is None else overlaid(store, values)
     if not store.exact_first:
         return values
-    # What was never written is zero there as well.
+    # Unwritten slots are zero in the exact tokens too.
     origins = store.origins
     assert origins is not None
     return with_exact_rows(values, store.exact_first[0][0], origins)
 
 
 def _rotated(store: Store, keys: torch.Tensor) -> torch.Tensor:
-    """Return the model's keys from keys that are stored before RoPE."""
+    """Return the model's keys from keys stored before RoPE. Raises AnglesUnknown if no compiled call has given the angles."""
     if store.rope is None:
         raise AnglesUnknown(length=keys.shape[2])
     place, padding = torch.arange(keys.shape[2], device=store.device).unsqueeze(0), store.left_padding
@@ -93,9 +96,9 @@ def _rotated(store: Store, keys: torch.Tensor) -> torch.Tensor:
 
 
 def unwritable(store: Store, at: torch.Tensor, rows_BKn: torch.Tensor, length: int) -> str:
-    """Say why ``rows`` of the tokens ``at`` [n], ascending, cannot be encoded into a store of ``length`` tokens; "" where they can.
+    """Return why tokens at ascending positions ``at`` [n] cannot be encoded into a store of ``length`` tokens; "" if they can.
 
-    Waits for the device.
+    ``rows_BKn``: the heads and rows to write. Waits for the device.
     """
     scheme = store.spec.scheme
     if scheme.pre_rope and store.rope is None:
@@ -119,7 +122,10 @@ def unwritable(store: Store, at: torch.Tensor, rows_BKn: torch.Tensor, length: i
 
 
 def write_tokens(store: Store, x_BKnD: torch.Tensor, rows_BKn: torch.Tensor, at: torch.Tensor, length: int) -> None:
-    """Encode ``rows`` of the tokens ``at`` [n], ascending, into a store of ``length`` tokens with room for them; see ``unwritable``."""
+    """Encode tokens at ascending positions ``at`` [n] of heads and rows ``rows_BKn`` into a store of ``length`` tokens.
+
+    The store must have room for them, and ``unwritable`` must have returned "".
+    """
     if not len(at):
         return
     if store.window is None and store.in_order:
@@ -132,7 +138,7 @@ def write_tokens(store: Store, x_BKnD: torch.Tensor, rows_BKn: torch.Tensor, at:
     stored = _as_stored(store, x_BKnD, at)
     held = stored.new_zeros(*stored.shape[:2], max(length, last + 1) - first, stored.shape[3])
     if first < length:
-        # All of these are in the window, or their originals are kept, so nothing is encoded from what codes decode to.
+        # All of these are in the window or kept in full precision, so no decoded value is encoded again.
         held[:, :, : length - first] = _held(store, length)[:, :, first:]
         rewind(store, first)
     held[:, :, at - first] = torch.where(rows_BKn[..., None], stored, held[:, :, at - first])
@@ -141,7 +147,7 @@ def write_tokens(store: Store, x_BKnD: torch.Tensor, rows_BKn: torch.Tensor, at:
 
 
 def _as_stored(store: Store, x_BKnD: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    """Tokens ``at`` [n] of the caller's numbering as the store has them."""
+    """Return tokens at the caller's positions ``at`` [n] in the store's form (before RoPE, rotated)."""
     if store.rope is not None:
         padding, place = store.left_padding, at.unsqueeze(0)
         x_BKnD = store.rope.unrotated(x_BKnD, place if padding is None else place - padding[:, None])
@@ -149,12 +155,12 @@ def _as_stored(store: Store, x_BKnD: torch.Tensor, at: torch.Tensor) -> torch.Te
 
 
 def _write_codes(store: Store, x_BKnD: torch.Tensor, rows_BKn: torch.Tensor, at: torch.Tensor) -> None:
-    """Write the codes of some rows of tokens of a scheme without a window; those of the others stay as they are."""
+    """Encode the heads and rows ``rows_BKn`` of tokens for a scheme without a window; the codes of all others stay."""
     for start in range(0, len(at), ENCODED_AT_ONCE):
         some, rows = at[start : start + ENCODED_AT_ONCE], rows_BKn[:, :, start : start + ENCODED_AT_ONCE, None]
         x = _as_stored(store, torch.where(rows, x_BKnD[:, :, start : start + ENCODED_AT_ONCE], 0), some)
         if store.exact_first:
-            # The rows that stay are written as they are held.
+            # Unchanged rows are written with their stored values.
             kept = with_exact_rows(
                 x.new_zeros(*x.shape[:2], int(some[-1]) + 1, x.shape[3]), store.exact_first[0][0], store.exact_first[1][0, :, 0, 0, 0]
             )

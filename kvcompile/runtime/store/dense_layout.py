@@ -1,4 +1,4 @@
-"""The layout of a dense cache tensor: its dims in any order and number, and the tokens of one part of it as [B, K, T, D]."""
+"""Dense layout: read and write one part of a dense cache tensor, with its dims in any order, as [B, K, T, D]."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvcompile.passes.match.sites import Axes
 
 
 def tokens_of(dense: torch.Tensor, axes: Axes, heads: int, head_dim: int) -> torch.Tensor:
-    """Return one part of a cache tensor as [B, K, T, D]; a view, except where a paged cache's slots do not lie side by side."""
+    """Return one part of a cache tensor as [B, K, T, D]; a view, except if a paged cache's slots are not contiguous."""
     view, roles = _selected(dense, axes)
     for dim in range(len(roles) - 1, -1, -1):
         if len(roles[dim]) == 2:
@@ -25,7 +25,7 @@ def tokens_of(dense: torch.Tensor, axes: Axes, heads: int, head_dim: int) -> tor
 
 
 def put_tokens(x_BKTD: torch.Tensor, dense: torch.Tensor, axes: Axes) -> None:
-    """Write [B, K, T, D] into the first T tokens of its part of a dense cache tensor; into all of them, where it is paged."""
+    """Write ``x_BKTD`` [B, K, T, D] into the first T tokens of its part of a dense cache tensor; a paged one is written whole."""
     view, roles = _selected(dense, axes)
     token_dims = [dim for dim, label in enumerate(roles) if label == ("T",)]
     x = x_BKTD
@@ -38,18 +38,18 @@ def put_tokens(x_BKTD: torch.Tensor, dense: torch.Tensor, axes: Axes) -> None:
     for dim in range(len(given) - 1, -1, -1):
         if given[dim] not in flat:
             x = x.squeeze(dim)
-    # The inverse of the order that ``tokens_of`` gives the dims.
+    # The inverse of the permutation in ``tokens_of``.
     x = x.permute(sorted(range(len(flat)), key=_order(flat).__getitem__))
     view.copy_(x.reshape(view.shape))
 
 
 def _order(flat: list[str]) -> list[int]:
-    """Return the dims of a cache tensor in the order B, K, T (all of them), D."""
+    """Return the indices of a cache tensor's dims in the order B, K, T (all of them), D."""
     return [dim for role in ("B", "K", "T", "D") for dim, found in enumerate(flat) if found == role]
 
 
 def _selected(dense: torch.Tensor, axes: Axes) -> tuple[torch.Tensor, list[tuple[str, ...]]]:
-    """Return a view of one part of a cache tensor, and the roles that each of its dims holds."""
+    """Return a view of one part of a cache tensor, and the roles of each of its dims."""
     fixed, counts = dict(axes.select), dict(axes.counts)
     view = dense
     roles: list[tuple[str, ...]] = []

@@ -1,8 +1,8 @@
-"""The exact window of a store: its newest tokens in full precision, how far it can go back, and what it holds then.
+"""Exact window: a store's newest tokens in full precision, its rollback, and its detection of tokens out of order.
 
-A scheme with blocks encodes a block once all of its tokens are there; until then, and some way beyond, the window has the originals. A
-store that keeps the originals of all tokens goes back to any length, its window refilled from those.
-Token t of a row, counted from its first token that is no padding, lies in slot t % W.
+A scheme with blocks encodes a block once all of its tokens have arrived; until then, and for some tokens longer, the window holds them in
+full precision. A store that keeps all tokens in full precision can go back to any length and refills its window from them. Token t
+of a row, counted from its first token that is no padding, is in slot t % W.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvcompile.types import LEAST_HELD, PAGE, pages_for
 
 
 def disorder(store: Store, where: str, row: int = 0) -> Iterator[TokensOutOfOrder]:
-    """Give an error for each row whose tokens came out of order, by what the store's clock says; its first row is the cache's ``row``.
+    """Yield an error for each row with tokens out of order, read from the store's clock; ``row``: the cache's row of the store's first.
 
     Waits for the device.
     """
@@ -43,9 +43,9 @@ def disorder(store: Store, where: str, row: int = 0) -> Iterator[TokensOutOfOrde
 
 
 def overlaid(store: Store, values: torch.Tensor) -> torch.Tensor:
-    """Lay the window's tokens over decoded ones, each at its position of the caller's numbering; padding is zero.
+    """Return decoded tokens with those in the window replaced by exact ones, at the caller's positions; padding is zero.
 
-    Waits for the device, and raises TokensOutOfOrder: nobody knows what such a row would hold.
+    Waits for the device. Raises TokensOutOfOrder if a row's contents are undefined.
     """
     window = store.window
     assert window is not None
@@ -61,7 +61,7 @@ def overlaid(store: Store, values: torch.Tensor) -> torch.Tensor:
 
 
 def lost(store: Store, wanted: int | torch.Tensor) -> torch.Tensor:
-    """Return which rows would end, at ``wanted`` tokens, inside a block whose originals are nowhere any more; bool [B]."""
+    """Return the rows, bool [B], whose rollback to ``wanted`` tokens would end inside a block without full-precision tokens."""
     window = store.window
     assert window is not None
     size, block = window.shape[2], store.spec.scheme.block
@@ -71,11 +71,11 @@ def lost(store: Store, wanted: int | torch.Tensor) -> torch.Tensor:
 
 
 def rewind(store: Store, wanted: int | torch.Tensor) -> None:
-    """Go back to ``wanted`` tokens, of all rows or [B]: the window is refilled with what came before, from originals or from the codes.
+    """Roll back to ``wanted`` tokens (an int, or [B]), and refill the window with older tokens, in full precision if kept, else decoded.
 
-    A row that holds fewer stays as it is. Raises WindowPassed where a row ends inside a block whose originals are nowhere any more. The
-    plane ``refilled``, where there is one, then says up to which token the window holds what codes stand for. Waits for the device. A
-    store without a window has nothing to do.
+    Shorter rows stay unchanged. If the store has the plane ``refilled``, it records up to which position the window's tokens are decoded
+    ones. Waits for the device; does nothing without a window. Raises WindowPassed if a row would end inside a block whose
+    full-precision tokens are gone.
     """
     window = store.window
     if window is None:

@@ -1,7 +1,7 @@
-"""Growth: how many pages a store allocates for a number of tokens; a function of the number alone, so it can be announced.
+"""Growth: the pages that a store allocates for a number of tokens, a function of that number alone, so it can be announced.
 
-Room is a multiple of a granule that grows with the length: never more than a sixteenth above what is
-in use beyond the first granules, and few reallocations (each copies one slot at a time).
+Room is a multiple of a granule that grows with the length: beyond the first granules at most 1/16 above the tokens in use, with few
+reallocations (each copies one slot at a time).
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from kvcompile.types import pages_for
 
 @dataclass(frozen=True)
 class Growth:
-    """How stores grow: the smallest granule in tokens, and the largest slack as a fraction of the length."""
+    """The growth rule of stores: the smallest granule in tokens, and the inverse of the largest slack relative to the length."""
 
     least: int = 256
     slack: int = 16
 
     def pages(self, tokens: int, capacity: int | None = None) -> int:
-        """Return the pages to hold for ``tokens`` tokens, never more than ``capacity`` tokens need."""
+        """Return the number of pages to allocate for ``tokens`` tokens; at most those for ``capacity`` tokens (None: unbounded)."""
         granule = self.least
         while granule * 2 * self.slack <= tokens:
             granule *= 2

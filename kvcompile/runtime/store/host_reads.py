@@ -1,7 +1,7 @@
-"""Host reads: on which devices the host may look at a tensor's numbers in every step.
+"""Host reads: the devices whose tensors the host may read in every step.
 
-On a CPU a look costs nothing. Elsewhere it waits for the device, which no decode step does: there a call's positions are not looked at,
-and what depends on them is checked on the device (``ops.append_window``). All of the runtime asks here, so that a test can run that way
+On a CPU a read costs nothing. Elsewhere it waits for the device, which no decode step does: there a call's positions are not read, and
+checks that depend on them run on the device (``ops.append_window``). The whole runtime asks here, so that a test can run the device's way
 on a CPU.
 """
 
@@ -11,5 +11,5 @@ import torch
 
 
 def free(device: torch.device) -> bool:
-    """Whether the host reads numbers of a device without a wait."""
+    """Return whether the host can read a tensor of this device without waiting."""
     return device.type == "cpu"

@@ -1,8 +1,8 @@
-"""Live caches of one backend, and the telemetry of those that are gone.
+"""Live caches: the states of one backend's caches, and the telemetry of caches that are gone.
 
-What attention says of itself is added up in a plane of each key store, on the device. When a cache dies that plane is kept and,
-with others, added to one sum before many have gathered: no copy to the host, and nothing in a decode step. A copy of a cache (beam
-search, batch select, ``deepcopy``) begins with its original's plane, whose counts are not its own: the sum takes off what it began with.
+Attention adds its telemetry to a plane of each key store, on the device. When a cache is collected that plane is kept, and many kept
+planes are summed into one, without a copy to the host and without work in a decode step. A copied cache (beam search, batch select,
+``deepcopy``) starts with its source's plane, whose counts are not its own: the sum subtracts them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ from kvcompile.runtime.store.state import CacheState
 from kvcompile.runtime.store.telemetry import TelemetryPlane
 
 MOST_KEPT = 256
-"""Planes of dead caches that are added up together at the latest."""
+"""Largest number of kept planes of dead caches before they are summed."""
 
 
 class LiveCaches:
-    """Keeps the states of live caches and the telemetry of dead ones; ``add_up`` makes one plane of many, without it nothing is kept."""
+    """Keeps the states of live caches and the telemetry of dead ones.
+
+    ``add_up`` sums telemetry planes into one; without it the telemetry of dead caches is not kept.
+    """
 
     def __init__(self, add_up: Callable[[Sequence[TelemetryPlane]], torch.Tensor] | None = None) -> None:
         self.add_up = add_up
@@ -36,24 +39,24 @@ class LiveCaches:
         return len(self.states)
 
     def add(self, state: CacheState) -> None:
-        """Follow a state; do nothing where it is known."""
+        """Track a state; does nothing if it is tracked."""
         if state in self.states:
             return
         self.states.add(state)
         state.telemetry_planes[:] = state.telemetry()
         if self.add_up is not None and state.telemetry_planes:
-            # Called wherever Python collects garbage: it only puts the planes aside.
+            # Runs during garbage collection, so it only stores the planes.
             weakref.finalize(state, self.dead.extend, state.telemetry_planes).atexit = False
         if len(self.dead) > MOST_KEPT:
             self._add_up()
 
     def telemetry_planes(self) -> list[TelemetryPlane]:
-        """Return the telemetry of all caches, those that live last."""
+        """Return the telemetry of all caches: sums of dead ones, then live ones."""
         self._add_up()
         return [*self.dead, *(each for state in self for each in state.telemetry())]
 
     def _add_up(self) -> None:
-        """Add up the telemetry of dead caches, to one plane a device."""
+        """Sum the telemetry of dead caches to one plane for each device."""
         by_device: dict[Any, list[TelemetryPlane]] = {}
         if self.add_up is None:
             return

@@ -1,12 +1,12 @@
-"""Parked rows: the rows of a cache that a call does not bring, kept beside those that it does.
+"""Parked rows: rows of a cache that a call does not bring, kept in separate states.
 
 A cache made for a largest batch is a tensor of B rows, of which a call writes and reads the first b. The stores of its state hold these b
-rows alone, so compiled code sees planes of b rows, and rows that no request has used cost nothing. A call that brings fewer rows than the
-one before parks the others: a state of their own, with a length of its own, that no call looks at. One that brings more joins them again,
-behind them rows that nobody has written yet. Codes are copied as they are, by such a call only.
+rows alone, so compiled code sees planes of b rows, and rows that no request has used cost nothing. A call with fewer rows than the
+previous one parks the others: they get their own state and length, which calls ignore. A call with more rows joins them again, followed
+by rows that were never written. Only such calls copy codes, without re-encoding.
 
-Rows that are joined may hold different numbers of tokens. A store without a window does not mind: what was never written is zero. A window
-takes tokens in their order, so its rows are joined only where the call begins in all of them at a token that they hold (``TokenOrder``).
+Joined rows may hold different numbers of tokens. A store without a window allows that: unwritten tokens are zero. A window takes
+tokens in order, so its rows are joined only if the call begins in each of them at a token that it holds (``TokenOrder``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvcompile.types import Extent
 
 
 class Counts(NamedTuple):
-    """Numbers that a state counts of some rows: how many rows, and its ``length``, ``behind``, ``top`` and ``held``."""
+    """A state's counts for some rows: the number of rows, and its ``length``, ``behind``, ``top`` and ``held``."""
 
     rows: int
     length: int
@@ -33,16 +33,16 @@ class Counts(NamedTuple):
 
 
 NEVER_WRITTEN = Counts(0, 0, 0, 0, 0)
-"""The counts of rows that no call has brought yet, but for their number."""
+"""The counts of rows that were never written, except their number."""
 
 
 def counts_of(state: CacheState) -> Counts:
-    """Return what a state counts of its own rows."""
+    """Return the counts of a state's own rows."""
     return Counts(state.rows, state.length, state.behind, state.top, state.held)
 
 
 def taking_part(state: CacheState, rows: int) -> Iterator[Counts]:
-    """Give the counts of the groups of rows that a call with ``rows`` rows takes: the state's own first, those never written last."""
+    """Yield the counts of the groups in a call's first ``rows`` rows: the state's own, then parked ones, then never-written ones."""
     left = rows
     for part in (state, *state.parked):
         if left <= 0:
@@ -54,32 +54,32 @@ def taking_part(state: CacheState, rows: int) -> Iterator[Counts]:
 
 
 def in_all(groups: Sequence[Counts]) -> Counts:
-    """Return the counts of several groups of rows as those of one: the most that any of them holds."""
+    """Return the total rows of several groups, and the maxima of their other counts."""
     rows, *numbers = zip(*groups, strict=True)
     return Counts(sum(rows), *[max(each) for each in numbers])
 
 
 def ends_of(state: CacheState, rows: int) -> torch.Tensor | int:
-    """Return ``CacheState.row_ends`` of the first ``rows`` rows, parked ones and those never written among them."""
+    """Return ``CacheState.row_ends`` of the first ``rows`` rows, including parked and never-written ones."""
     if rows == state.rows or not isinstance(state.row_ends(), torch.Tensor):
         return state.row_ends()
     return _of_rows(state, rows, CacheState.row_ends)
 
 
 def tops_of(state: CacheState, rows: int) -> torch.Tensor:
-    """Return ``CacheState.tops`` of the first ``rows`` rows, int64 [rows]; where a row never went back it is the row's end."""
+    """Return ``CacheState.tops`` of the first ``rows`` rows, int64 [rows]; a row that never went back has its end."""
     return _of_rows(state, rows, lambda part: part.row_ends() if part.tops is None else part.tops)
 
 
 def _of_rows(state: CacheState, rows: int, ask: Callable[[CacheState], torch.Tensor | int]) -> torch.Tensor:
-    """Return a number of each of the first ``rows`` rows, int64 [rows], from what each group of them is asked; 0 where never written."""
+    """Return ``ask`` of each of the first ``rows`` rows' groups, as int64 [rows]; 0 for never-written rows."""
     found = [torch.as_tensor(ask(part), device=state.device).expand(part.rows) for part in state.groups]
     found.append(torch.zeros(rows, dtype=torch.int64, device=state.device))
     return torch.cat(found)[:rows]
 
 
 def apart(state: CacheState, rows: int) -> str:
-    """Say why a state's rows cannot be joined to ``rows`` rows, "" where they can. May wait for the device."""
+    """Return why a state's rows cannot be joined to ``rows`` rows; "" if they can. May wait for the device."""
     if rows <= state.rows:
         return ""
     if state.adaptive:
@@ -95,7 +95,10 @@ def apart(state: CacheState, rows: int) -> str:
 
 
 def take_rows(state: CacheState, rows: int) -> Callable[[], None] | None:
-    """Let a state's stores hold its first ``rows`` rows; return what parts rows again that were joined, where they differed in a window."""
+    """Park or join rows so that a state's stores hold its first ``rows`` rows.
+
+    Returns an action that parks joined rows again if they differed in a window; else None.
+    """
     if rows < state.rows:
         _park(state, rows)
     elif rows > state.rows:
@@ -106,7 +109,7 @@ def take_rows(state: CacheState, rows: int) -> Callable[[], None] | None:
 
 
 def in_one(state: CacheState, shape: Sequence[int]) -> bool:
-    """Let a state's stores hold all rows of its cache tensor, of ``shape``; return False where they differ too much to be joined."""
+    """Join all rows of a cache tensor of ``shape`` into a state's stores; return False, unchanged, if they cannot be joined."""
     dim = next(iter(state.axes.values())).batch_dim
     if dim is None or state.rows == shape[dim]:
         return True
@@ -118,7 +121,7 @@ def in_one(state: CacheState, shape: Sequence[int]) -> bool:
 
 
 def rows_of(state: CacheState, part: Part, first: int, count: int) -> Store | None:
-    """Return a store of ``count`` rows from row ``first`` on, parked ones and those never written among them; None where they are apart."""
+    """Return a store of ``count`` rows from row ``first`` on, including parked and never-written ones; None if they cannot be joined."""
     if not first and count == state.rows:
         return state.stores[part]
     if apart(state, first + count):
@@ -136,7 +139,7 @@ def rows_of(state: CacheState, part: Part, first: int, count: int) -> Store | No
 
 
 def _park(state: CacheState, rows: int) -> None:
-    """Keep the rows behind the first ``rows`` apart."""
+    """Move the rows behind the first ``rows`` to a parked state."""
     others, device = range(rows, state.rows), state.device
     rest = state.mapped(lambda store: _some(store, torch.arange(others.start, others.stop, device=device)))
     if state.tops is not None and len(state.tops) > 1:
@@ -149,7 +152,7 @@ def _park(state: CacheState, rows: int) -> None:
 
 
 def _join(state: CacheState, rows: int) -> list[Counts]:
-    """Let the stores hold parked rows too, then rows that nobody has written; return what was counted of each of them before."""
+    """Join parked rows, then never-written ones, to the stores up to ``rows`` rows; return the counts of each group before."""
     if any(part.tops is not None for part in state.groups):
         state.tops = tops_of(state, rows)
     parts, left = [state], rows - state.rows
@@ -171,7 +174,7 @@ def _join(state: CacheState, rows: int) -> list[Counts]:
 
 
 def _part(state: CacheState, counted: Sequence[Counts]) -> None:
-    """Park rows again that were joined, each with what was counted of it."""
+    """Park joined rows again, with their counts from before."""
     first, *others = counted
     for counts in reversed(others):
         _park(state, state.rows - counts.rows)
@@ -183,14 +186,14 @@ def _part(state: CacheState, counted: Sequence[Counts]) -> None:
 
 
 def _some(store: Store, rows: torch.Tensor) -> Store:
-    """Return a store of some rows, whose telemetry goes on where it was."""
+    """Return a store of some rows of ``store``, with its telemetry continued."""
     made = store.select_rows(rows)
     made.before = None if store.before is None else store.before.index_select(1, rows)
     return made
 
 
 def _joined(stores: Sequence[Store], empty: int, written: Store) -> Store:
-    """Return a store of all rows of several, then ``empty`` rows; what all rows share is that of a store which holds tokens."""
+    """Return one store with the rows of several, then ``empty`` rows; planes shared by all rows come from ``written``."""
     first = stores[0]
     batch = sum(store.batch for store in stores) + empty
     made = store_class(first.spec)(first.spec, batch, first.device, max(store.pages for store in stores), first.rope)
@@ -212,7 +215,7 @@ def _joined(stores: Sequence[Store], empty: int, written: Store) -> Store:
 
 
 def _put_rows(target: torch.Tensor, planes: Sequence[torch.Tensor]) -> None:
-    """Write the rows of planes into the first pages of a larger one, one after another."""
+    """Copy the rows of ``planes`` one after another into the first pages of ``target``."""
     at = 0
     for plane in planes:
         target[: plane.shape[0], at : at + plane.shape[1]].copy_(plane)
@@ -220,7 +223,7 @@ def _put_rows(target: torch.Tensor, planes: Sequence[torch.Tensor]) -> None:
 
 
 def _regrouped(state: CacheState) -> None:
-    """Note that a state has other stores: no graph knows them, no call wrote all of them, and its telemetry is in other planes."""
+    """Reset facts that depend on a state's stores: passed checks, counters, telemetry planes."""
     state.checked_for.clear()
     state.moment = None
     state.telemetry_planes[:] = state.telemetry()

@@ -1,8 +1,8 @@
-"""Planes in pinned host memory that kernels on a CUDA device read and write where they are.
+"""Pinned planes: planes in pinned host memory that kernels on a CUDA device read and write in place.
 
-A plane is a CUDA tensor whose address is that of the pinned buffer: whatever is compiled for planes takes it, at the bandwidth of
-the bus. PyTorch's allocator of pinned memory does not know what kernels still do with such a buffer when its last tensor goes,
-and new buffers are cleared by the host; so a buffer is kept until the work that was queued by then is done.
+A plane is a CUDA tensor with the address of the pinned buffer: code compiled for planes takes it unchanged, at the bandwidth of the bus.
+PyTorch's allocator of pinned memory does not track kernels that still use a buffer when its last tensor is freed, and the host clears
+new buffers; so each buffer is kept until the work queued by then is done.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 from kvcompile.errors import HostMemoryFull
 
 _LEAVING: collections.deque[tuple[Any, torch.Tensor]] = collections.deque()
-"""Buffers that nobody holds any more, each with the event after which no kernel uses it."""
+"""Freed buffers, each with the CUDA event after which no kernel uses it."""
 
 
 class _Alias:
-    """The pinned memory that a tensor on the device aliases; lives as long as the tensor's storage."""
+    """Owner of the pinned memory that a device tensor aliases; lives as long as the tensor's storage."""
 
     def __init__(self, pinned: torch.Tensor) -> None:
         self.pinned = pinned
@@ -28,7 +28,7 @@ class _Alias:
         )
 
     def __del__(self) -> None:
-        # None while the interpreter ends: then the driver gives everything back.
+        # None while the interpreter exits: then the driver frees all memory.
         if torch is not None and torch.cuda is not None:
             event = torch.cuda.Event()
             event.record()
@@ -36,7 +36,7 @@ class _Alias:
 
 
 def host_plane(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Allocate zeros of ``shape`` in pinned host memory, as a tensor on a CUDA ``device``; raises HostMemoryFull."""
+    """Allocate zeros of ``shape`` in pinned host memory, as a tensor on a CUDA ``device``. Raises HostMemoryFull."""
     while _LEAVING and _LEAVING[0][0].query():
         _LEAVING.popleft()
     size = dtype.itemsize

@@ -1,8 +1,7 @@
-"""The store: the mutable planes of one slot. The only mutable memory, and no numerics inside.
+"""Store: the mutable planes of one slot. It is the only mutable memory of a cache, and contains no numerics.
 
-Planes are [N, B, K, rows, width]: growing appends pages on the first axis, so no stride ever changes and
-what is compiled for one size runs for all. Fresh pages are zero, which every scheme decodes to zero:
-what was never written reads as an untouched dense buffer would.
+Planes are [N, B, K, rows, width]: growth adds pages on the first axis, so strides never change and code compiled for one size runs for
+all. New pages are zero, which every scheme decodes to zero: unwritten tokens read like an untouched dense buffer.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from kvcompile.types import PAGE, Extent, Layout, PlaneSpec, SlotSpec, pages_for
 
 @dataclass(frozen=True)
 class StoreSpec:
-    """The description of a store: the slot, its scheme and layout. Two equal specs can share compiled code."""
+    """The description of a store: its slot, scheme and layout. Stores with equal specs can share compiled code."""
 
     slot: SlotSpec
     scheme: Scheme
@@ -36,16 +35,17 @@ class StoreSpec:
 
 @contextlib.contextmanager
 def ordinary() -> Iterator[None]:
-    """Make ordinary planes: a cache filled in inference mode may be used outside, so no plane is an inference tensor."""
+    """Disable inference mode and gradients inside of the context, so that new planes can be used in any mode later."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
 
 class Store:
-    """The planes of one slot for one cache.
+    """The planes of one slot of one cache.
 
-    ``padding``: the tokens before each row's origin, counted from 0, of a store with a window that was made from a dense cache; None where
-    there are none. The mask of one step hides them, which proves no padding: whoever reads the cache finds them. No compiled call does.
+    ``padding``: for a windowed store made from a dense cache, a store with the tokens before each row's origin, counted from 0; else None.
+    One step's mask hides them, which does not prove that they are padding, so reads of the cache outside of compiled code return them.
+    Compiled calls ignore them.
     """
 
     __slots__ = ("batch", "before", "device", "padding", "pages", "planes", "rope", "spec")
@@ -60,7 +60,7 @@ class Store:
 
     @staticmethod
     def holding(spec: StoreSpec, planes: list[torch.Tensor], rope: Rope | None = None) -> Store:
-        """Make a store around planes that exist, [N, B, K, rows, width] each."""
+        """Return a store around existing planes [N, B, K, rows, width]."""
         store = Store.__new__(Store)
         store.spec, store.planes, store.rope, store.padding = spec, planes, rope, None
         store.pages, store.batch = planes[0].shape[:2]
@@ -71,7 +71,7 @@ class Store:
     # --- memory ----------------------------------------------------------------------------------
 
     def _zeros(self, plane: PlaneSpec, pages: int) -> torch.Tensor:
-        """Make an empty plane where it belongs."""
+        """Allocate an empty plane, in pinned host memory if its spec says so."""
         with ordinary():
             if plane.host and self.device.type == "cuda":
                 shape = plane.shape(pages, self.batch, self.spec.slot.heads)
@@ -79,7 +79,7 @@ class Store:
             return self.spec.scheme.empty(plane, self.spec.slot, pages, self.batch, self.device)
 
     def _where_they_belong(self, planes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Move those planes of a copy to pinned host memory that are kept there."""
+        """Move copied planes that belong there to pinned host memory."""
         if self.device.type != "cuda":
             return list(planes)
         return [
@@ -89,39 +89,39 @@ class Store:
 
     @property
     def nbytes(self) -> int:
-        """Count the bytes allocated, all planes."""
+        """Allocated bytes of all planes."""
         return sum(plane.untyped_storage().nbytes() for plane in self.planes) + (self.padding.nbytes if self.padding else 0)
 
     @property
     def host_nbytes(self) -> int:
-        """Count the bytes in pinned host memory."""
+        """Bytes in pinned host memory."""
         own = sum(plane.untyped_storage().nbytes() for plane, spec in self.described() if spec.host and self.device.type == "cuda")
         return own + (self.padding.host_nbytes if self.padding else 0)
 
     @property
     def first(self) -> int:
-        """Return the position of the first token in the planes that grow."""
+        """Position of the first token in the planes that grow."""
         return 0
 
     @property
     def room(self) -> int:
-        """Count the tokens that there are pages for."""
+        """Tokens that the allocated pages hold."""
         return self.pages * PAGE
 
     @property
     def in_order(self) -> bool:
-        """Whether tokens are taken in their order only, and those behind the last one written are forgotten."""
+        """Whether tokens must be written in order, and a write forgets all later tokens."""
         return self.window is not None or self.spec.scheme.in_order
 
     def announced(self, tokens: int) -> int:
-        """Count the bytes that ``tokens`` tokens were said to take."""
+        """Return the announced bytes for ``tokens`` tokens."""
         del tokens
         return self.spec.layout.nbytes(self.pages, self.batch, self.spec.slot.heads)
 
     def reserve(self, pages: int, tokens: int | None = None) -> None:
-        """Have room for ``pages`` pages; one plane at a time is held twice while it is copied.
+        """Grow to ``pages`` pages; planes are copied one at a time, so only one exists twice.
 
-        ``tokens``: how many the next call needs, for stores that have room for no more.
+        ``tokens``: the number that the next call needs, for stores that allocate by tokens.
         """
         del tokens
         if pages <= self.pages:
@@ -137,7 +137,7 @@ class Store:
         self.pages = pages
 
     def clear(self) -> None:
-        """Forget everything but telemetry and give the memory back."""
+        """Forget everything but telemetry and free the memory."""
         self.pages, self.padding = 0, None
         with ordinary():
             for index, spec in enumerate(self.spec.layout.planes):
@@ -148,55 +148,55 @@ class Store:
     # --- planes ----------------------------------------------------------------------------------
 
     def described(self) -> Iterator[tuple[torch.Tensor, PlaneSpec]]:
-        """Give each plane with its description."""
+        """Return pairs of each plane and its spec."""
         return zip(self.planes, self.spec.layout.planes, strict=True)
 
     def plane(self, name: str) -> torch.Tensor | None:
-        """Return the plane of this name, None where the layout has none."""
+        """Return the plane with this name; None if the layout has none."""
         return next((plane for plane, spec in self.described() if spec.name == name), None)
 
     @property
     def window(self) -> torch.Tensor | None:
-        """Return the newest tokens in full precision, [B, K, W, D], token t in slot t % W; None where the scheme keeps none."""
+        """The newest tokens in full precision, [B, K, W, D], token t in slot t % W; None without a window."""
         found = self.plane("window")
         return None if found is None else found[0]
 
     @property
     def keeps_originals(self) -> bool:
-        """Whether every token is kept as it was written, beside codes or in place of them."""
+        """Whether every token is also kept in full precision."""
         return any(plane.originals for plane in self.spec.layout.planes)
 
     @property
     def lengths(self) -> torch.Tensor:
-        """Return the number of tokens and the left padding of each row, int64 [1, B, 1, 1, 2], of a store with a window."""
+        """Token count and left padding of each row, int64 [1, B, 1, 1, 2], of a store with a window."""
         found = self.plane("clock")
         assert found is not None
         return found
 
     @property
     def left_padding(self) -> torch.Tensor | None:
-        """Return the first position of each row that is no padding, int64 [B]; None without a window."""
+        """First position of each row that is no padding, int64 [B]; None without a window."""
         found = self.plane("clock")
         return None if found is None else found[0, :, 0, 0, 1]
 
     @property
     def exact_first(self) -> list[torch.Tensor]:
-        """Return the planes of first tokens in full precision, and of where they begin if no clock says so; none without such tokens."""
+        """Planes of the sinks in full precision, and of their first position if there is no clock; [] without sinks."""
         return [plane for plane, spec in self.described() if spec.early]
 
     @property
     def origins(self) -> torch.Tensor | None:
-        """Return the position of each row's first token that is no padding, int64 [B], of a store that keeps first tokens or a window."""
+        """Position of each row's first token that is no padding, int64 [B]; None without sinks or a window."""
         found = self.plane("origin")
         return self.left_padding if found is None else found[0, :, 0, 0, 0]
 
     def rotated(self, x_BKTD: torch.Tensor) -> torch.Tensor:
-        """Return tokens with their channels rotated as the store's are, in their dtype."""
+        """Return tokens [B, K, T, D] with their channels rotated like the stored ones, in their dtype."""
         rotation = self.spec.scheme.rotation(self.spec.slot)
         return x_BKTD if rotation is None else rotate(x_BKTD, rotation.order, self._rotation_plane(rotation))
 
     def unrotated(self, x_BKTD: torch.Tensor) -> torch.Tensor:
-        """Return tokens of the store with their channels rotated back, in their dtype."""
+        """Return stored tokens [B, K, T, D] with their channels rotated back, in their dtype."""
         rotation = self.spec.scheme.rotation(self.spec.slot)
         return x_BKTD if rotation is None else unrotate(x_BKTD, rotation.order, self._rotation_plane(rotation))
 
@@ -206,38 +206,38 @@ class Store:
 
     @property
     def encoded(self) -> list[torch.Tensor]:
-        """Return the planes that new tokens are encoded into."""
+        """Planes that new tokens are encoded into."""
         return self.planes[: self.spec.layout.encoded]
 
     @property
     def tables(self) -> list[torch.Tensor]:
-        """Return the constant planes that new tokens are encoded with."""
+        """Constant planes that encoding reads."""
         return [plane for plane, spec in self.described() if spec.encoding]
 
     @property
     def rolled_back(self) -> list[torch.Tensor]:
-        """Return the planes that a rollback and the step behind it change: exact tokens, lengths, and which of them are originals."""
+        """Planes that a rollback and the following step change: exact tokens, clock, and the record of refilled tokens."""
         return [plane for plane, spec in self.described() if spec.name in {"window", "clock", REFILLED} or spec.early]
 
     @property
     def never_calibrated(self) -> bool:
-        """Whether its scheme calibrates planes with queries and these planes never saw any. Waits for the device."""
+        """Whether the scheme calibrates planes with queries, and these planes are all zero. Waits for the device."""
         calibrated = [plane for plane, spec in self.described() if spec.name in self.spec.scheme.calibrated]
         return bool(calibrated) and not any(bool(plane.any()) for plane in calibrated)
 
     @property
     def telemetry(self) -> TelemetryPlane | None:
-        """Return the telemetry of attention over the store; None where it says nothing."""
+        """Telemetry of attention over the store; None if its layout has none."""
         plane = self.plane(telemetry.PLANE)
         return None if plane is None else TelemetryPlane(plane, self.before)
 
     def _begin(self) -> None:
-        """Remember what telemetry holds already: it was counted where it came from."""
+        """Record the telemetry that the planes already hold: it was counted for another store."""
         plane = self.plane(telemetry.PLANE)
         self.before = None if plane is None else plane.clone()
 
     def values(self, first: int, last: int) -> torch.Tensor:
-        """Return the tokens of pages [first, last) as [B, K, T, D], from the originals where the store has them, else decoded."""
+        """Return the tokens of pages [first, last) as [B, K, T, D], in full precision if kept, else decoded."""
         originals = [plane[first:last] for plane, spec in self.described() if spec.originals]
         if originals:
             return as_tokens(originals[0])
@@ -245,20 +245,20 @@ class Store:
         return self.spec.scheme.decode(decodable(self.spec.scheme, grown, self.spec.slot, slice(None)), self.spec.slot)
 
     def restore(self, planes: list[torch.Tensor]) -> None:
-        """Take back planes that were there before; only a store that exchanges its planes has anything to do."""
+        """Restore planes from before a failed call; only adaptive stores, which replace planes, need it."""
         del planes
 
     # --- copies ----------------------------------------------------------------------------------
 
     def clone(self) -> Store:
-        """Make a new store with the same content."""
+        """Return a copy of the store."""
         with ordinary():
             made = Store.holding(self.spec, self._where_they_belong([plane.clone() for plane in self.planes]), self.rope)
         made.padding = self.padding.clone() if self.padding else None
         return made
 
     def select_rows(self, rows: torch.Tensor) -> Store:
-        """Make a new store of the given batch rows: codes are copied, never re-encoded."""
+        """Return a new store of the given batch rows; codes are copied, never re-encoded."""
         with ordinary():
             chosen = [
                 plane.clone() if spec.extent is Extent.BATCH else plane.index_select(1, rows.to(plane.device))
@@ -269,7 +269,7 @@ class Store:
         return made
 
     def gathered(self, first: int, count: int, slots: int | None) -> Store:
-        """Make a new store of the ``count`` tokens from position ``first`` on; here they go around in ``slots`` slots, or in none."""
+        """Return a new linear store of ``count`` tokens from position ``first`` on; ``slots``: those of this sliding store, or None."""
         made = Store(self.spec, self.batch, self.device, pages_for(count), self.rope)
         if not count:
             return made
@@ -278,10 +278,10 @@ class Store:
         with ordinary():
             for (plane, spec), target in zip(self.described(), made.planes, strict=True):
                 if spec.placed:
-                    # Blocks are elsewhere now, and copies of them nowhere.
+                    # The blocks have moved, so cached copies of them are dropped.
                     continue
                 if spec.extent is not Extent.TOKENS:
-                    # First tokens stand as far before these as they did.
+                    # The sinks keep their distance to these tokens.
                     target.copy_(plane - first if spec.name == "origin" else plane)
                     continue
                 write_rows(target, taken(plane, at if slots is None else at % slots), place)

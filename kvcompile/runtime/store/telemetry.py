@@ -1,4 +1,4 @@
-"""Telemetry of a store: what attention counts in a plane of it, and what that plane held when the store was made from another one."""
+"""Telemetry: the plane in which attention counts, and its contents when its store was copied from another one."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from kvcompile.schemes.certificate.telemetry import TELEMETRY_PLANE
 
 PLANE = TELEMETRY_PLANE.name
-"""The name of the plane that attention counts in."""
+"""Name of the plane in which attention counts."""
 
 
 class TelemetryPlane(NamedTuple):
-    """A telemetry plane, and what it held when its store was made from another one, None for nothing."""
+    """A telemetry plane, and its contents when its store was copied from another one (None: nothing)."""
 
     plane: torch.Tensor
     before: torch.Tensor | None

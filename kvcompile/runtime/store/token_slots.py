@@ -1,8 +1,8 @@
-"""Token slots: where the token at a position lies, in a slot of its own or in the slots of a sliding window.
+"""Token slots: the slot of the token at each position, in linear and sliding states.
 
-A state counts tokens from its first one on; the token at position p lies in slot p, or p % slots once the state is a sliding window. A
-tensor shows its last tokens: those before its length. Only a change of the window's size, or a cache that some other code cut, moves
-codes, and then as they are: a copy into a new state.
+A state counts tokens from its first one on; the token at position p is in slot p, or in p % slots in a sliding window. A tensor shows
+the last tokens before its length. Codes move, unchanged, only into a new state, when the window's size changes or other code cut the
+cache.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from kvcompile.runtime.store.state import CacheState
 from kvcompile.types import pages_for
 
 LEAST_PAGES = 2
-"""Below this many pages compiled code takes their number for a constant."""
+"""Smallest number of pages that compiled code does not specialise on."""
 
 
 def readdressed(state: CacheState, slots: int | None, length: int, shown: int) -> tuple[CacheState, int]:
-    """Return a state whose tokens lie in ``slots`` slots, None for one each, and its length, for a tensor of ``shown`` tokens.
+    """Return (state, length) for a tensor that shows ``shown`` of ``length`` tokens, with tokens in ``slots`` slots (None: one each).
 
-    It is the same state where no token must be moved, else a new one with the tokens shown.
+    Returns ``state`` itself if no token must move, else a new state with the shown tokens.
     """
     first = length - shown
     if state.slots == slots and (first == 0 or (slots is not None and (first % slots == 0 or shown + 1 >= slots))):
@@ -33,5 +33,5 @@ def readdressed(state: CacheState, slots: int | None, length: int, shown: int) -
 
 
 def cursors(sizes: tuple[int, ...], starts: dict[int, int], device: torch.device) -> list[torch.Tensor]:
-    """Return the slot of the next token of each window size, int64 [1]; filled on the device, so that nobody waits."""
+    """Return the slot of the next token for each window size, int64 [1]; filled on the device, without a wait."""
     return [torch.full((1,), starts[size] % size, dtype=torch.int64, device=device) for size in sizes]

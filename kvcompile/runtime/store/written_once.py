@@ -1,9 +1,9 @@
-"""Written once: a cache that was dense for a while is encoded with the codes that it had, wherever its values are what those stand for.
+"""Written once: a cache that was turned dense for a while gets its old codes back for all tokens that did not change.
 
-A scale is rounded up when it is stored, and what its codes stand for has a largest value of that scale: encoded again, its scale goes up by
-a unit in its last place, an eighth of a step at the largest of 8-bit codes, and again each time. So a tensor that is turned back into a
-dense one (``handle.thaw``) remembers its state as long as it lives. When it is encoded again, each block of tokens that nobody changed gets
-its codes as they were. Nothing is trusted: the values are compared.
+A scale is rounded up when it is stored, and the largest decoded value follows that scale: encoding it again raises the scale by one unit
+in its last place (1/8 of a step at the largest 8-bit code), and again each time. So a tensor that is turned back into a dense one
+(``handle.tensor.to_dense``) remembers its state as long as it lives. When it is encoded again, each block of unchanged tokens gets its old
+codes. Values are compared, never assumed unchanged.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ if TYPE_CHECKING:
     from kvcompile.runtime.store.state import CacheState, Part
 
 _EARLIER: Any = WeakIdKeyDictionary()
-"""The state and the length that a dense tensor had when it was compressed, and which of the state's rows its first one is."""
+"""By dense tensor: the state and length that it was compressed to, and the state's row that is its first one."""
 
 
 def remember(tensor: torch.Tensor, state: CacheState, length: int) -> None:
-    """Remember what a tensor was compressed to that is dense from now on; its codes take memory until it is encoded again, or gone."""
+    """Remember the state of a tensor that becomes dense; its codes use memory until the tensor is encoded again or freed."""
     if length:
         _EARLIER[tensor] = state, length, 0
 
 
 def remember_rows(tensor: torch.Tensor, rows: torch.Tensor, first: int) -> None:
-    """Remember of ``rows``, a view of a dense tensor's rows from row ``first`` on, what is remembered of the tensor."""
+    """Copy what is remembered of a dense tensor to ``rows``, a view of its rows from row ``first`` on."""
     if (earlier := _EARLIER.get(tensor)) is not None:
         _EARLIER[rows] = *earlier[:2], first
 
 
 def forget(tensor: torch.Tensor) -> None:
-    """Free what a tensor was compressed to: it stays dense, or was encoded again."""
+    """Forget a tensor's earlier state: it stays dense, or was encoded again."""
     _EARLIER.pop(tensor, None)
 
 
 class Earlier:
-    """The codes that one part of a dense cache tensor had, as far as a new store of it can take them."""
+    """The earlier codes of one part of a dense cache tensor, if a new store can take them."""
 
     def __init__(self, tensor: torch.Tensor, part: Part, store: Store) -> None:
         state, self.length, first = _EARLIER.get(tensor, (None, 0, 0))
         known = state is not None and state.slots is None and part in state.stores
         held = rows_of(state, part, first, store.batch) if known else None
-        # Stores of adaptive schemes have no place for each position.
+        # Adaptive stores have no fixed slot for each position.
         alike = type(held) is Store and held.spec == store.spec
         self.before: Any = held if alike and (not store.spec.scheme.pre_rope or held.rope is store.rope) else None  # type: ignore[union-attr]
-        # Originals are exact, whatever is encoded from them.
+        # Full-precision copies are exact, so re-encoding them loses nothing.
         self.held: Any = None if store.keeps_originals else self.before
         # Rows of one state may hold different numbers of tokens.
         self.length = min(self.length, self.before.pages * PAGE) if self.before is not None else 0
@@ -62,9 +62,9 @@ class Earlier:
                 ours.copy_(theirs)
 
     def encode(self, store: Store, x_BKTD: torch.Tensor, left_padding: torch.Tensor | None = None, first: int = 0) -> None:
-        """Encode dense tokens from token ``first`` on, with the codes that they had where they are what those stand for.
+        """Encode dense tokens at positions from ``first`` on; unchanged ones get their earlier codes.
 
-        What ``left_padding`` leaves out of a window is kept beside it.
+        Tokens that ``left_padding`` [B] excludes from a window are kept in ``store.padding``.
         """
         self._encode(store, x_BKTD, left_padding, first)
         if left_padding is not None and not first:
@@ -77,7 +77,7 @@ class Earlier:
             return
         unchanged = (decode(self.before, first + count)[:, :, first:] == x_BKTD[:, :, :count]).all(-1)
         if left_padding is not None and (before := self.before.left_padding) is not None:
-            # The mask of one step hides what a sliding window has passed as it hides padding.
+            # A step's mask hides tokens that left a sliding window in the same way as padding.
             goes_on = (unchanged & (x_BKTD[:, :, :count] != 0).any(-1)).any(2).all(1)
             left_padding = torch.where(goes_on, torch.minimum(left_padding, before), left_padding)
         encode(store, x_BKTD, left_padding, first)
@@ -94,7 +94,7 @@ class Earlier:
         self._take(store, same)
 
     def _take(self, store: Store, same_BKT: torch.Tensor) -> None:
-        """Take the codes of all blocks whose tokens are the ``same``."""
+        """Copy the earlier codes of all blocks with only unchanged tokens, ``same_BKT``."""
         pages = min(store.pages, self.held.pages)
         block = store.spec.scheme.block
         whole = same_BKT[:, :, : pages * PAGE].unflatten(2, (-1, block)).all(-1)
