@@ -1,1 +1,1 @@
-"""The forms of cache at run time: linear (every position has a place), sliding (the newest tokens only), paged (read by a block table)."""
+"""Forms: caches at run time, linear (one slot for each position), sliding (the newest tokens only) and paged (read by a block table)."""

@@ -1,4 +1,4 @@
-"""One call of a captured graph: its arguments, and the sizes and token positions that are read from them."""
+"""Call arguments: one call of a captured graph, with the sizes and token positions read from its arguments."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SizeReader:
                         self.where.setdefault(size.node.expr, (index, dim))
 
     def value(self, expr: Any, args: tuple[Any, ...]) -> int:
-        """Evaluate an expression over the graph's symbols for a call."""
+        """Return the value of an expression over the graph's symbols for the arguments of a call."""
         values = {}
         for symbol in expr.free_symbols:
             index, dim = self.where[symbol]
@@ -36,10 +36,10 @@ class SizeReader:
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of one call; ``positions`` evaluates the positions of its tokens when it is first asked.
+    """The arguments of one call; ``positions`` evaluates its token positions on first use.
 
-    ``ends``: the end of what its masks show, by mask and by cache tensor, as far as anybody has asked (see ``MaskExtent``).
-    ``counters``: those of its arguments that positions come from and the graph itself advances (see ``counters``).
+    ``ends``: results of ``MaskExtent`` so far, the end of the visible tokens by mask and by cache tensor. ``counters``: arguments that
+    determine positions and that the graph itself advances (see ``store.counters``).
     """
 
     args: tuple[Any, ...]
@@ -49,5 +49,5 @@ class Call:
     counters: tuple[torch.Tensor, ...] = ()
 
     def read(self, size: Any) -> int:
-        """Return an int or symbolic size as a plain int."""
+        """Return an int or SymInt as an int."""
         return size if isinstance(size, int) else self.sizes.value(size.node.expr, self.args)

@@ -1,4 +1,4 @@
-"""The form of a cache at run time: one cache tensor of a graph, and all that a call does with it on the host."""
+"""Form: the base class of cache forms, for one cache tensor of a graph and all host work of a call on it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from kvcompile.runtime.store.written_once import Earlier
 
 @dataclass(frozen=True)
 class FastPathSlot:
-    """One cache tensor of a steady step: its argument, capacity and new tokens, and the slots of its sliding window, 0 for none.
+    """One cache tensor on the decode fast path: its argument index, capacity, new tokens, and slots of its sliding window (0: none).
 
-    ``written``: whether the graph writes it, so that the call's counters say where its tokens go.
+    ``written``: whether the graph writes it, so that its positions depend on the call's counters.
     """
 
     argument: int
@@ -36,15 +36,15 @@ class FastPathSlot:
 
 
 class CacheForm(abc.ABC):
-    """One cache tensor of a graph; a subclass knows where tokens lie in it, and so where a call begins and what it leaves."""
+    """One cache tensor of a graph; a subclass defines its mapping from positions to slots, its start in a call and its state afterwards."""
 
     slots: int | None = None
-    """The number of slots that tokens of a sliding window go around in; None where every position has its own."""
+    """Number of slots of a sliding window; None if every position has its own slot."""
     rolls: bool = False
-    """Whether attention reads tokens of earlier calls even where the host counts none."""
+    """Whether attention reads earlier tokens even if the host counts none."""
 
     ordered: bool = False
-    """Whether a window of exact tokens takes this cache's tokens in their order only."""
+    """Whether a window of exact tokens needs this cache's tokens in order."""
 
     def __init__(self, group: Group) -> None:
         self.group, self.kind = group, group.kind.facts
@@ -56,60 +56,60 @@ class CacheForm(abc.ABC):
     # --- sizes -----------------------------------------------------------------------------------
 
     def capacity(self, call: Call) -> int:
-        """Count the places for tokens in the cache tensor."""
+        """Return the number of slots of the cache tensor."""
         shape = value_of(self.group.root).shape
         return math.prod(call.read(shape[dim]) for dim in self.axes.token_dims)
 
     def reach(self, call: Call) -> int:
-        """Count the tokens that attention reads whatever was written."""
+        """Return the number of tokens that attention reads, whatever was written."""
         return max(call.read(size) for size in self.group.reach)
 
     def sees(self, call: Call) -> int:
-        """Count the places up to the last that a query sees, 0 where that is never behind the newest token. May wait for the device."""
+        """Return the end of the visible tokens; 0 if no query sees past the newest token. May wait for the device."""
         del call
         return 0
 
     def count(self, call: Call) -> int:
-        """Count the tokens that a call may write."""
+        """Return the number of tokens that a call may write."""
         return call.read(self.write.count)
 
     def rows(self, call: Call) -> int:
-        """Count the batch rows that a call brings of its cache tensor."""
-        # Of a tensor that came in, whose sizes are numbers; symbolic ones would be evaluated in every step.
+        """Return the number of batch rows that a call brings."""
+        # Read from the argument, whose sizes are ints; symbolic sizes would be evaluated in every step.
         tensor = value_of(self.group.root) if self.group.argument is None else call.args[self.group.argument]
         return call.read(self.group.any_binding.plan.slot.rows(tensor.shape))
 
     def length(self, state: CacheState, call: Call) -> int:
-        """Count the tokens of a call's cache tensor: an older tensor of a state that has gone on since holds fewer."""
+        """Return the length of a call's cache tensor; an older tensor of a state that has advanced since is shorter."""
         tensor = call.args[self.group.argument] if self.group.argument is not None else None
         if not handles.is_handle(tensor):
             return state.length
-        # Parked rows may be longer than those of the call.
+        # Parked rows may be longer than the rows of the call.
         return min(tensor._length, state.length) if self.kind.in_place else tensor._length
 
     # --- adopting a dense cache ------------------------------------------------------------------
 
     @abc.abstractmethod
     def prior(self, tensor: torch.Tensor, call: Call) -> int:
-        """Count the tokens that a dense cache tensor holds before this call's write."""
+        """Return the number of tokens in a dense cache tensor before this call's write."""
 
     def encoded(self, prior: int, call: Call) -> int:
-        """Count the tokens of a dense cache tensor that are encoded; ``prior`` of them were there before the call."""
+        """Return the number of tokens of a dense cache tensor to encode; ``prior`` of them precede the call."""
         del call
         return prior
 
     def holds_more(self, tensor: torch.Tensor, kept: int) -> bool:
-        """Whether a dense cache tensor holds anything behind its first ``kept`` tokens. Waits for the device."""
+        """Return whether a dense cache tensor has nonzero values after its first ``kept`` tokens. Waits for the device."""
         del tensor, kept
         return False
 
     def adopt(
         self, tensor: torch.Tensor, state: CacheState, prior: int, call: Call, whole: Callable[[], None], padded: bool = True,
     ) -> int:
-        """Encode a dense cache tensor into a new state; return how many of its tokens. ``whole`` is called where all of them are.
+        """Encode a dense cache tensor into a new state; return the number of encoded tokens.
 
-        ``padded``: its rows are those of the call, whose masks say what of them is padding.
-        Raises Unsupported where a window would have to take more than the ``prior`` tokens.
+        ``prior``: the tokens before the call. ``whole``: called if all slots are encoded. ``padded``: the tensor's rows are those of the
+        call, so its masks define their padding. Raises Unsupported if a window would have to hold more than the ``prior`` tokens.
         """
         places = tensor.shape[self.token_dim]
         capacity = places if self.kind.filled else None
@@ -134,14 +134,14 @@ class CacheForm(abc.ABC):
         return kept
 
     def disordered(self, call: Call) -> str:
-        """Say why a window cannot begin with what a call finds and writes in a dense cache tensor, "" where it can."""
+        """Return why a window cannot start with the tokens that a call finds in, and writes to, a dense cache tensor; "" if it can."""
         del call
         return ""
 
     # --- a call ----------------------------------------------------------------------------------
 
     def check_layout(self, state: CacheState) -> None:
-        """Raise where a cache that was filled as rows of tokens is now read by a block table, or the other way round."""
+        """Raise NotServed if a cache that was stored as rows of tokens is now read by a block table, or vice versa."""
         held = next(iter(state.axes.values()))
         if held.paged == self.axes.paged and (not held.paged or held.labels == self.axes.labels):
             return
@@ -151,12 +151,15 @@ class CacheForm(abc.ABC):
         )
 
     def restarts(self, length: int, state: CacheState) -> bool:
-        """Whether a cache tensor of ``length`` tokens begins a sequence that has nothing in common with its state's."""
+        """Return whether a cache tensor of ``length`` tokens starts a new sequence, unrelated to its state."""
         del length, state
         return False
 
     def fit(self, state: CacheState, length: int, shown: int) -> tuple[CacheState, int]:
-        """Return the state whose tokens lie where this form looks for them, and its length; see ``readdressed``."""
+        """Return (state, length) with tokens in this form's slots.
+
+        The tensor shows the last ``shown`` of ``length`` tokens; see ``readdressed``.
+        """
         return readdressed(state, self.slots, length, shown)
 
     @abc.abstractmethod
@@ -164,37 +167,40 @@ class CacheForm(abc.ABC):
         """Return the position of this call's first token."""
 
     def check_branch(self, state: CacheState, start: int, call: Call) -> None:
-        """Raise where an older tensor would see, as unwritten zeros, places that a newer one has written since."""
+        """Raise CacheBranched if an older tensor would show, as unwritten zeros, positions that a newer tensor has written."""
         del state, start, call
 
     def span(self, state: CacheState, start: int, call: Call) -> int:
-        """Count the places from ``start`` to the last one that a call writes: its tokens, and gaps between them where the host looks."""
+        """Return the number of positions from ``start`` to the last written one: new tokens, plus gaps if the host reads positions."""
         del state, start
         return self.count(call)
 
     def looks(self, state: CacheState, call: Call) -> bool:
-        """Whether the host looks at a call's positions, which may wait for the device."""
+        """Return whether the host reads a call's positions, which may wait for the device."""
         del state, call
         return False
 
     def places(self, state: CacheState, call: Call) -> tuple[torch.Tensor, bool] | None:
-        """Return each row's first position, int64 [1 or B], and whether its others follow; None where no window asks or nobody looks."""
+        """Return (each row's first position, int64 [1 or B], whether its other positions follow consecutively).
+
+        None if no window needs them, or the host does not read positions.
+        """
         del state, call
         return None
 
     def goes_back(self, state: CacheState, start: int, call: Call) -> bool:
-        """Whether a row of this call begins before the end of what a window holds of it."""
+        """Return whether a row of this call starts before the end of its tokens in a window."""
         if start < state.behind or (places := self.places(state, call)) is None:
             return start < state.behind
         return bool((places[0] < ends_of(state, self.rows(call))).any())
 
     def rows_start(self, start: int, call: Call) -> int | torch.Tensor:
-        """Return where this call's tokens go in each row: ``start``, or int64 [B] where rows have positions of their own."""
+        """Return the position of this call's first token in each row: ``start``, or int64 [B] if rows have their own positions."""
         del call
         return start
 
     def room(self, start: int, count: int, call: Call) -> tuple[int, int | None]:
-        """Return the tokens that a call needs room for, and the most there can be; raises CacheFull."""
+        """Return (tokens that a call needs room for, capacity or None). Raises CacheFull."""
         needed = max(start + count, self.reach(call))
         if not self.kind.fixed:
             return needed, None
@@ -204,26 +210,26 @@ class CacheForm(abc.ABC):
         return min(needed, capacity), capacity
 
     def add_cursor(self, starts: dict[int, int], start: int) -> None:
-        """Note where the next token of a sliding window goes, by its number of slots."""
+        """Record the next token's position in ``starts``, by the sliding window's number of slots."""
         del starts, start
 
     @abc.abstractmethod
     def commit(self, state: CacheState, start: int, count: int, call: Call) -> None:
-        """Count ``count`` new tokens from position ``start`` on."""
+        """Record ``count`` new tokens from position ``start`` on in the state."""
 
     def stamp(self, state: CacheState, call: Call) -> None:
-        """Let the tensor that was written in place show all of its state."""
+        """Update the written tensor's handle to the whole state."""
         if self.group.argument is not None:
             tensor = call.args[self.group.argument]
             tensor._length, tensor._epoch = state.longest, state.epoch
 
     def shown(self, state: CacheState, call: Call) -> int:
-        """Count the tokens of the longer tensor that a call returns."""
+        """Return the number of tokens in the longer tensor that a call returns."""
         del call
         return state.length
 
     def returned(self, state: CacheState, shape: tuple[int, ...] | None, call: Call) -> handles.CompressedCache:
-        """Make the cache tensor that a call returns; ``shape`` is that of the one it came with, None where it came with none."""
+        """Return the handle for the cache tensor that a call returns; ``shape``: that of its argument, None without an argument."""
         fake = value_of(self.group.root)
         if shape is None:
             shape = tuple(call.read(size) for size in fake.shape)
@@ -232,10 +238,13 @@ class CacheForm(abc.ABC):
             shape = tuple(length if dim == self.token_dim else size for dim, size in enumerate(shape))
         return handles.make(state, shape, fake.dtype, fake.device)
 
-    # --- steady steps ----------------------------------------------------------------------------
+    # --- decode fast path ----------------------------------------------------------------------------
 
     def takes_fast_path(self, counted: bool) -> bool:
-        """Whether later steps differ from the first in nothing but lengths; ``counted``: positions come from the graph's own counters."""
+        """Return whether later steps may differ from a checked one in lengths only.
+
+        ``counted``: positions depend on the graph's own counters alone.
+        """
         numbers = [self.write.count, value_of(self.group.root).shape[self.token_dim], *self.group.reach]
         numbers += [self.write.first_rows.count] if self.write.first_rows is not None else []
         in_place = self.kind.filled and self.kind.in_place
@@ -243,8 +252,8 @@ class CacheForm(abc.ABC):
 
     @abc.abstractmethod
     def follows(self, counted: bool) -> bool:
-        """Whether the host takes a call's tokens to follow those of the call before, without a look at positions."""
+        """Return whether the host may assume that a call's tokens follow the previous call's, without reading positions."""
 
     def row(self, count: int, call: Call) -> FastPathSlot:
-        """Describe the cache tensor for steady steps of ``count`` tokens."""
+        """Return the cache tensor's description for the decode fast path with ``count`` new tokens a step."""
         return FastPathSlot(self.group.argument or 0, self.capacity(call), count, self.slots or 0, self.kind.written)

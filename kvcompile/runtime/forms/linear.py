@@ -1,4 +1,4 @@
-"""Linear caches: every position has a place of its own, in a tensor of fixed length or in one that grows with each call."""
+"""Linear caches: every position has its own slot, in a tensor of fixed length or in one that grows with each call."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from kvcompile.runtime.store.state import CacheState
 
 
 class Linear(CacheForm):
-    """A cache whose token at position p lies in place p."""
+    """A cache with the token at position p in slot p."""
 
     def __init__(self, group: Group, mask_extent: MaskExtent) -> None:
         super().__init__(group)
         self.mask_extent, self.ordered = mask_extent, self.kind.filled
 
     def reach(self, call: Call) -> int:
-        """Count the tokens that attention reads whatever was written; those that masks show too, where that is known without a wait."""
+        """Return the number of tokens that attention reads, whatever was written; includes masks' extents if known without a wait."""
         most = super().reach(call)
         known = self.group.root in call.ends or host_reads.free(value_of(self.group.root).device)
         return max(most, self.sees(call)) if known else most
 
     def sees(self, call: Call) -> int:
-        """Count the places up to the last that a query sees, 0 where that is never behind the newest token. May wait for the device."""
+        """Return the end of the visible tokens; 0 if no query sees past the newest token. May wait for the device."""
         if not self.group.unbounded:
             return 0
         if (end := call.ends.get(self.group.root)) is None:
@@ -44,7 +44,7 @@ class Linear(CacheForm):
         position = self.write.position
         if position.index is None:
             return self._offset(position.offset, call)
-        # What the mask lets the new tokens see is there too, even where the write goes somewhere below it.
+        # Tokens that the mask shows to the new ones exist too, even if the write goes below some of them.
         return min(max(self._first(call), call.positions().visible(self.group.limits) - self.count(call)), self.capacity(call))
 
     def disordered(self, call: Call) -> str:
@@ -57,7 +57,7 @@ class Linear(CacheForm):
         return "its rows go on at places of their own, and a window is made of rows of one length" if apart else ""
 
     def encoded(self, prior: int, call: Call) -> int:
-        """Count the tokens before the call, and those behind its own that attention reads, but for a window (see ``TokenOrder``)."""
+        """Return the number of tokens to encode: those before the call, and later ones that attention reads (none with a window)."""
         if not self.kind.filled or self.windowed:
             return prior
         reached = min(max(self.reach(call), self.sees(call)), self.capacity(call))
@@ -71,7 +71,7 @@ class Linear(CacheForm):
         return self.kind.filled and not self.kind.in_place and not length and bool(state.length)
 
     def start(self, state: CacheState, call: Call) -> int:
-        """Return the position of the first token; on a GPU a buffer in use is trusted to be written in order, without a wait."""
+        """Return the position of the first token; on a GPU a buffer in use is assumed to be written in order, without a wait."""
         if self.kind.extended:
             return self.length(state, call)
         if not self.kind.written:
@@ -82,14 +82,14 @@ class Linear(CacheForm):
         if position.index is None:
             return self._offset(position.offset, call)
         length = self._next(state, call)
-        # On a GPU a look waits: once the tokens counted fill the cache (it is full, or its caller started again), or a counter was moved.
+        # On a GPU reading positions waits; needed if the new tokens would overflow the cache (full, or restarted), or a counter moved.
         return self._first(call) if self.looks(state, call) else length
 
     def looks(self, state: CacheState, call: Call) -> bool:
-        """Whether the host looks at a call's positions: always on a CPU; elsewhere a buffer in use is trusted to be written in order."""
+        """Return whether the host reads a call's positions: always on a CPU; elsewhere not for a buffer in use that continues in order."""
         if not (self.kind.filled and self.write.position.index is not None) or self.kind.extended:
             return False
-        # Rows that come or go are another request's.
+        # Rows that come or go belong to other requests.
         regrouped = state.rows != self.rows(call)
         if regrouped or self._seen() or not state.followed_by(call.counters):
             return True
@@ -97,12 +97,12 @@ class Linear(CacheForm):
         return not length or length + self.count(call) > self.capacity(call)
 
     def _seen(self) -> bool:
-        """Whether the host sees where every call writes without a wait."""
+        """Return whether the host reads every call's write positions without a wait."""
         index = self.write.position.index
         return index is None or host_reads.free(value_of(index).device)
 
     def _next(self, state: CacheState, call: Call) -> int:
-        """Return the position behind the token that was written last."""
+        """Return the position after the token that was written last."""
         return state.behind if self.kind.in_place else self.length(state, call)
 
     def check_branch(self, state: CacheState, start: int, call: Call) -> None:
@@ -138,19 +138,19 @@ class Linear(CacheForm):
         if self.kind.in_place:
             state.overwrite(end)
             if not self._seen():
-                # Tokens may be anywhere from now on; what was never written is zero.
+                # From now on tokens may be in any slot; unwritten ones are zero.
                 state.held = self.capacity(call)
             self.stamp(state, call)
             return
         length = max(self.length(state, call), end)
-        # Where rows have positions of their own, any token may have been written over.
+        # If rows have their own positions, any token may have been overwritten.
         state.advance(0 if self.write.position.rows else start, count)
         state.length = length
 
     def returned(self, state: CacheState, shape: tuple[int, ...] | None, call: Call) -> CompressedCache:
         handle = super().returned(state, shape, call)
         if self.kind.grows:
-            # The next call has a longer one: Dynamo would learn that by compiling the first step for this length alone.
+            # The next call brings a longer one; without this mark, Dynamo would first compile for this length alone.
             mark_dynamic(handle, self.token_dim)
         return handle
 
@@ -158,11 +158,11 @@ class Linear(CacheForm):
         return self.write.position.index is not None and (counted or not self._seen())
 
     def _first(self, call: Call) -> int:
-        """Return the position of the first new token, of the row that is furthest; raises where it lies outside the cache."""
+        """Return the first new token's position, of the row that is furthest. Raises if a position is outside of the cache."""
         first, least, most = call.positions().first_written(self.write.position.index)  # type: ignore[arg-type]
         capacity = self.capacity(call)
         if least < 0 or most >= capacity:
-            # Dense tensors count such places from their end; others are no places, which a device must not be asked for.
+            # Dense tensors count negative positions from the end; other positions are invalid and must not reach the device.
             kind = PositionsNegative if -capacity <= least and most < capacity else PositionsUnknown
             raise kind(capacity=capacity, found=f"{least}..{most}", where=self.group.where)
         return first

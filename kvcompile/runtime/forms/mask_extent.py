@@ -1,4 +1,4 @@
-"""Mask extent: how far the attentions of a call see, read from the graph's own arithmetic of masks."""
+"""Mask extent: the end of the tokens that a call's queries may see, evaluated from the graph's own masks."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class MaskExtent:
         self.shown: dict[MaskTerm, tuple[fx.GraphModule, tuple[int, ...], bool] | None] = {}
 
     def end(self, root: fx.Node, call: Call) -> int:
-        """Return the end of the tokens that any query of a call may see of the cache tensor ``root``."""
+        """Return the end of the tokens that any query of a call may see in the cache tensor ``root``."""
         sites = [site for site in self.sites if any(slot.root is root for slot in site.slots)]
         return max(self._site(site, call) for site in sites)
 
     def comes_from(self, group: Group, counters: Collection[int]) -> bool:
-        """Whether no argument but ``counters`` says how far a group's attentions see, where positions do not tell."""
+        """Return whether the extent of a group's attentions depends on no arguments but ``counters``, or follows from positions."""
         if not group.unbounded:
             return True
         flow = dataflow(self.captured, self.effects)
@@ -63,7 +63,7 @@ class MaskExtent:
         return own + offset + 1
 
     def _last_of(self, term: MaskTerm, call: Call) -> int | None:
-        """Return the end of the tokens that a mask shows to any query, evaluated once a call; None where the mask is made from a cache."""
+        """Return the end of the tokens that a mask shows to any query, once a call; None if the mask is computed from a cache."""
         if term not in call.ends:
             call.ends[term] = self._last(term, call.args)
         return call.ends[term]

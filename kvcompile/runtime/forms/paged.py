@@ -1,7 +1,7 @@
-"""Paged caches: attention gathers its tokens by a block table, and new ones go to any place in any order.
+"""Paged caches: attention gathers tokens by a block table, and new tokens go to any slots in any order.
 
-Nothing on the host says which places hold tokens, so a paged cache's store holds all of them from its first call on, and its length is
-its capacity.
+The host does not know which slots hold tokens, so a paged cache's store holds all slots from its first call on, and its length is its
+capacity.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Paged(CacheForm):
     rolls = True
 
     def count(self, call: Call) -> int:
-        """Count all places: a call may write any of them."""
+        """Return the capacity: a call may write any slot."""
         return self.capacity(call)
 
     def prior(self, tensor: torch.Tensor, call: Call) -> int:
@@ -34,7 +34,7 @@ class Paged(CacheForm):
     def adopt(
         self, tensor: torch.Tensor, state: CacheState, prior: int, call: Call, whole: Callable[[], None], padded: bool = True,
     ) -> int:
-        """Encode all places, a few blocks at a time: no second dense copy of the cache is made."""
+        """Encode all slots, a few blocks at a time, without a second dense copy; return 0, as no tokens are counted."""
         for item in self.group.bindings:
             axes, spec, store = item.plan.slot.axes, item.plan.spec, state.stores[item.part]
             capacity, outer = axes.room(tensor.shape), axes.token_dim

@@ -1,7 +1,7 @@
-"""Positions on the host: where a call writes and how far its queries see, read from the graph's own arithmetic.
+"""Positions on the host: a call's write positions and mask limits, evaluated by the graph's own arithmetic.
 
-Evaluated at most once a call, and only where somebody must know: when a filled cache is adopted, when an
-empty one is first written, and, on a CPU where it costs no wait, to follow callers that jump or step back.
+Evaluated at most once a call, and only when needed: when a filled cache is adopted, when an empty one is first written, and, on a CPU
+where it does not wait, to follow callers that jump or step back.
 """
 
 from __future__ import annotations
@@ -25,14 +25,17 @@ from kvcompile.passes.rewrite.left_padding import padding
 
 @dataclass(frozen=True)
 class TokenPositions:
-    """The positions of one call's tokens: write positions and mask limits by node, each int64 [1 or B, 1 or S]."""
+    """The positions of one call's tokens: write positions and mask limits by node, each int64 [1 or B, 1 or S].
+
+    ``masks``: values of the masks that define padding, by node. ``counts``: expected numbers of positions, by node.
+    """
 
     values: dict[fx.Node, torch.Tensor]
     masks: dict[fx.Node, torch.Tensor] = field(default_factory=dict)
     counts: dict[fx.Node, Any] = field(default_factory=dict)
 
     def left_padding(self, site: Site) -> torch.Tensor | None:
-        """Return the first position that a site's masks show in each row, int64 [B]; None where they do not differ by row."""
+        """Return the first visible position of each row in a site's masks, int64 [B]; None if masks do not differ by row."""
         found = None
         for term in padding(site.bounds):
             seen = shown_by(term, self.masks[term.node])
@@ -47,26 +50,26 @@ class TokenPositions:
         return found
 
     def ordered(self, read: Callable[[Any], int]) -> bool:
-        """Whether every value is 0, 1, 2, ... in every row, as many as there are tokens; ``read`` evaluates a symbolic size."""
+        """Return whether all positions are 0, 1, 2, ... in every row, one for each token; ``read`` evaluates a symbolic size."""
         return all(
             value.shape[-1] == read(self.counts[node]) and bool((value == torch.arange(value.shape[-1], device=value.device)).all())
             for node, value in self.values.items()
         )
 
     def rows(self, node: fx.Node) -> tuple[torch.Tensor, bool]:
-        """Return the first position of a write in each row, int64 [1 or B], and whether the others of every row follow it one by one."""
+        """Return a write's first position in each row, int64 [1 or B], and whether all rows' other positions follow consecutively."""
         value = self.values[node]
         first = value[:, :1]
         return first[:, 0], bool((value == first + torch.arange(value.shape[1], device=value.device)).all())
 
     def first_written(self, node: fx.Node) -> tuple[int, int, int]:
-        """Return (first position of the row that is furthest, smallest, largest) of a write."""
+        """Return (first position of the row that is furthest, smallest position, largest position) of a write."""
         value = self.values[node]
         least, most = (int(item) for item in torch.aminmax(value))
         return int(value.amin(-1).max()), least, most
 
     def visible(self, limits: tuple[Limit, ...]) -> int:
-        """Count the tokens that the furthest query sees by these limits; 0 where they do not say."""
+        """Return the number of tokens that the furthest query may see by these limits; 0 if they have no positions."""
         return max((int(self.values[limit.node].max()) + limit.offset + 1 for limit in limits if limit.node in self.values), default=0)
 
 
@@ -79,12 +82,12 @@ class PositionReader:
     ) -> None:
         self.run, self.nodes, self.masks, self.counts = run, nodes, masks, counts
         self.counters = counters
-        """The arguments among those that positions come from which the graph itself advances."""
+        """Indices of the arguments that determine positions and that the graph itself advances."""
         self.counted = counted
-        """Whether positions come from nothing else: then they go on in order as long as nobody else moves these (see ``counters``)."""
+        """Whether positions depend on nothing else: then they continue in order unless other code moves a counter (``store.counters``)."""
 
     def of_call(self, args: tuple[Any, ...]) -> Callable[[], TokenPositions]:
-        """Return a function that evaluates a call's positions when it is first asked."""
+        """Return a function that evaluates a call's positions on its first call."""
         made: list[TokenPositions] = []
 
         def found() -> TokenPositions:
@@ -101,7 +104,7 @@ class PositionReader:
 
 
 def _rows(value: torch.Tensor, roles: tuple[str, ...]) -> torch.Tensor:
-    """Return a tensor whose dims have ``roles`` ('' of size one) as [1 or B, 1 or S]."""
+    """Return a tensor with dims of ``roles`` ('' of size 1) as [1 or B, 1 or S]."""
     for dim in range(len(roles) - 1, -1, -1):
         if not roles[dim]:
             value = value.select(dim, 0)
@@ -126,13 +129,13 @@ def _queries(site: Site) -> Any:
 
 
 def limits_of(site: Site) -> tuple[Limit, ...]:
-    """Return the tensors of positions that limit a site's queries from above."""
+    """Return the upper limits of a site's queries that are position tensors."""
     hi = site.bounds.hi
     return (hi,) if hi.kind is LimitKind.NODE and hi.amount is None else ()
 
 
 def positions_of(captured: Captured, planned: Plan, effects: Effects) -> PositionReader | None:
-    """Make the reader of a planned graph's positions, None where none of them are tensors."""
+    """Return the reader of a planned graph's positions; None if none of them is a tensor."""
     nodes: dict[fx.Node, tuple[str, ...]] = {}
     counts: dict[fx.Node, Any] = {}
     for item in planned.sites:
@@ -147,7 +150,7 @@ def positions_of(captured: Captured, planned: Plan, effects: Effects) -> Positio
                 if limit is not None and limit.kind is LimitKind.NODE:
                     nodes.setdefault(limit.node, limit.roles)  # type: ignore[arg-type]
                     counts.setdefault(limit.node, _queries(item.site))  # type: ignore[arg-type]
-    # Where a filled cache is adopted into blocks, or tokens share scales, the rows' padding must be known.
+    # Rows' padding must be known when a filled cache is adopted into blocks, or tokens share scales.
     asking = [item.site for item in planned.sites if any(part.knows_padding for part in item.parts)]
     masks = tuple(dict.fromkeys(term.node for site in asking for term in padding(site.bounds)))
     if not nodes and not masks:

@@ -1,4 +1,4 @@
-"""Sliding windows: caches that keep their newest tokens only, the token at position p in slot p % slots."""
+"""Sliding windows: caches of the newest tokens only, with the token at position p in slot p % slots."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from kvcompile.runtime.store.state import CacheState
 
 
 class Sliding(CacheForm):
-    """A cache that keeps its newest tokens, described by ``sliding``."""
+    """A cache of the newest tokens, described by ``sliding``."""
 
     def __init__(self, group: Group, sliding: SlidingCache) -> None:
         super().__init__(group)
         self.sliding, self.slots, self.rolls = sliding, sliding.slots, not sliding.refilled
 
     def prior(self, tensor: torch.Tensor, call: Call) -> int:
-        """Count the tokens of a dense cache tensor; raises Unsupported where the window has no slots for them."""
+        """Return the number of tokens in a dense cache tensor. Raises Unsupported if the window has fewer slots."""
         if self.kind.filled:
             prior = call.read(self.sliding.end) if not self.sliding.refilled else 0
         else:
@@ -41,7 +41,7 @@ class Sliding(CacheForm):
         return super().fit(state, length, shown)
 
     def start(self, state: CacheState, call: Call) -> int:
-        """Return the position of the first token: behind the past that is lined up with it."""
+        """Return the first token's position: after the past that it is joined to. Raises CacheStale if that past was overwritten."""
         if self.kind.created:
             return state.length
         if self.sliding.refilled:
@@ -59,7 +59,7 @@ class Sliding(CacheForm):
         return min(start + count, self.sliding.slots), self.sliding.slots
 
     def add_cursor(self, starts: dict[int, int], start: int) -> None:
-        """Note where the next token goes; all windows of one size in a graph share a cursor, and this raises where they cannot."""
+        """Record the next token's position; windows of one size share a cursor. Raises Unsupported if they disagree."""
         if self.sliding.refilled:
             return
         slots = self.sliding.slots
@@ -83,12 +83,12 @@ class Sliding(CacheForm):
         return call.read(self.sliding.keep)
 
     def follows(self, counted: bool) -> bool:
-        """Whether tokens follow the last one in every call: all that the cache tensor shows is lined up with them."""
+        """Return whether tokens follow the last one in every call: the whole cache tensor is joined with them."""
         end = self.sliding.end
         return isinstance(end, int) and bool(end == value_of(self.group.root).shape[self.token_dim])
 
     def _check_held(self, tokens: int) -> None:
-        """Raise where the window has fewer slots than the tokens that it must hold."""
+        """Raise Unsupported if the window has fewer than ``tokens`` slots."""
         if tokens > self.sliding.slots:
             raise Unsupported(
                 expected=f"at most {self.sliding.slots} tokens in a cache that keeps its newest ones", found=f"{tokens}",

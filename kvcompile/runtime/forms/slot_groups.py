@@ -1,4 +1,4 @@
-"""Groups: the slots of a graph by the cache tensor that they live in."""
+"""Slot groups: the slots of a graph grouped by cache tensor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvcompile.passes.rewrite.rewritten import Binding
 
 @dataclass(frozen=True)
 class Group:
-    """The slots that live in one cache tensor: an argument of the call, or a result that this graph makes."""
+    """The slots in one cache tensor: an argument of the call, or a result that this graph creates (``argument`` is None)."""
 
     kind: SlotKind
     argument: int | None
@@ -26,23 +26,23 @@ class Group:
     root: fx.Node = field(repr=False)
     where: str
     reach: tuple[Any, ...]
-    """Numbers of tokens, int or symbolic, that its attentions read whatever was written."""
+    """Numbers of tokens (int or SymInt) that its attentions read, whatever was written."""
     limits: tuple[Limit, ...] = ()
     unbounded: bool = False
-    """Whether masks may show its attentions places that no token was written to yet."""
+    """Whether masks may show its attentions slots that were not written yet."""
     site: Site = field(repr=False, kw_only=True)
-    """Any of the attentions that read it."""
+    """One of the attentions that read it."""
 
     @property
     def any_binding(self) -> Binding:
-        """Any of the slots: they share tokens and batch rows."""
+        """One of the slots: all share tokens and batch rows."""
         return self.bindings[0]
 
 
 def group_bindings(
     bindings: tuple[Binding, ...], sites: Sequence[Site], reach: Sequence[Any], limits: Sequence[tuple[Limit, ...]]
 ) -> tuple[Group, ...]:
-    """Group bindings by the cache tensor that they live in; ``reach`` and ``limits`` are those of each binding's site."""
+    """Group bindings by cache tensor; ``sites``, ``reach`` and ``limits`` are those of each binding."""
     by_root: dict[fx.Node, list[int]] = {}
     for index, item in enumerate(bindings):
         by_root.setdefault(item.plan.slot.root, []).append(index)
