@@ -1,4 +1,4 @@
-"""Handle: the tensor that a caller holds in place of a cache, and what code that is not compiled does to it."""
+"""Handle: the tensor that a caller holds in place of a cache, and operations on it outside of compiled code."""
 
 from kvcompile.runtime.handle import dispatch, tensor
 from kvcompile.runtime.handle.views import ABOVE

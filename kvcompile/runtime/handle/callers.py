@@ -1,4 +1,4 @@
-"""Find the line of the user's program that called an operation on a cache, for warnings."""
+"""Callers: the line of the user's program that called an operation on a cache, for warnings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 OURS = tuple(str(Path(file).resolve().parent) for file in (torch.__file__, Path(__file__).parents[1]))
-"""Folders whose frames are no line of a user: torch and this package."""
+"""Folders of frames that are not the user's: torch and this package."""
 
 
 def user_line() -> str:

@@ -1,8 +1,8 @@
-"""Dispatch: answer an operation on a compressed cache, or a view of one, outside of compiled code.
+"""Dispatch: run an operation on a compressed cache, or on a view of one, outside of compiled code.
 
-An operation that need not decode has a handler in ``operations``, a write goes through the ``gate``, and everything else runs on decoded
-copies. Those are watched: a result that lies in one of them is a view of the cache, and a copy whose version has grown was written by an
-operation whose name and schema do not say so.
+An operation that needs no decoding has a handler in ``operations``, a write goes through ``gate``, and all others run on decoded copies.
+Those copies are checked afterwards: a result in a copy's memory becomes a view of the cache, and a copy with a newer version was written
+by an operation that does not declare it by name or schema.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ ADDRESSES = {
     "data_ptr", "const_data_ptr", "untyped_storage", "storage", "_typed_storage", "__dlpack__", "__cuda_array_interface__", "share_memory_",
     "set_", "resize_", "resize_as_",
 }
-"""What gives the tensor's memory away, or changes which it is."""
+"""Operations that expose or replace the tensor's memory."""
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def answer(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the result of an operation, called ``name``, on arguments with a compressed cache or view among them."""
+    """Return the result of operation ``name`` on arguments that contain a compressed cache or a view of one."""
     tree_map(refresh, (args, kwargs))
     target: Any = args[0] if args else None
     if is_setter(func):
@@ -62,12 +62,12 @@ def answer(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: d
 
 
 def _stands(value: Any) -> bool:
-    """Whether a value stands for a dense tensor, or for a view of it: a compressed cache, a part of one, or a decoded view."""
+    """Return whether a value represents dense memory: a compressed cache, a part of one, or a decoded view."""
     return is_handle(value) or is_view(value)
 
 
 def _assigned(func: Callable[..., Any], name: str, args: tuple[Any, ...]) -> None:
-    """Assign to a property: ``data`` takes the memory of what is assigned, others write to the tensor."""
+    """Assign to a property: ``data`` takes the memory of the assigned tensor, others write to the tensor."""
     target, value = args
     if _stands(value) and name == "data":
         to_dense(value, f"its memory becomes another tensor's, at {user_line()}")
@@ -79,8 +79,8 @@ def _assigned(func: Callable[..., Any], name: str, args: tuple[Any, ...]) -> Non
 
 
 def _given_away(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what gives a cache's memory away, of the dense tensor that it becomes for it."""
-    # Torch before 2.12 asks the tensors that it traces for their storage, to describe them: it means no access to values.
+    """Turn a cache dense and return the result of an operation that exposes its memory; while torch traces, the cache stays compressed."""
+    # Torch before 2.12 asks traced tensors for their storage to describe them, without reading values.
     if TracingContext.try_get() is not None:
         with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -89,7 +89,7 @@ def _given_away(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwar
 
 
 def _on_values(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the result of an operation on decoded copies, with views of them as views of the caches."""
+    """Return the result of an operation on decoded copies, with views of the copies turned into views of the caches."""
     log.debug("%s outside compiled code reads a compressed cache: decoding it", name)
     operands = _Operands([])
     plain_args, plain_kwargs = tree_map(operands.plain, (args, kwargs))
@@ -106,7 +106,7 @@ def _on_values(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwarg
 
 @dataclass
 class _Operand:
-    """An argument that stands for a dense tensor, the decoded copy that an operation is given for it, and the copy's version before."""
+    """A compressed argument, its decoded copy for an operation, and the copy's version before."""
 
     value: Any
     plain: torch.Tensor
@@ -115,12 +115,12 @@ class _Operand:
 
 @dataclass
 class _Operands:
-    """The operands of one operation."""
+    """The compressed operands of one operation."""
 
     taken: list[_Operand]
 
     def plain(self, value: Any) -> Any:
-        """Return the decoded copy of what stands for a dense tensor; anything else as it is."""
+        """Return the decoded copy of a compressed value; any other value unchanged."""
         if not _stands(value):
             return value
         for item in self.taken:
@@ -132,7 +132,7 @@ class _Operands:
         return plain
 
     def keep_writes(self, name: str) -> None:
-        """Take into the caches what an operation wrote to their copies; they become dense."""
+        """Copy writes to decoded copies into the caches, which become dense."""
         for item in self.taken:
             if item.plain._version != item.version:
                 to_dense(item.value, f"{name} writes to it outside of compiled code, at {user_line()}")
@@ -140,7 +140,7 @@ class _Operands:
                     item.value.copy_(item.plain)
 
     def strange(self, result: Any) -> bool:
-        """Whether a result lies in a copy, and is more than a place in it: another class, or its values negated on the way."""
+        """Return whether a result shares a copy's memory but is no plain view of it: another class, or lazily negated or conjugated."""
         found: list[bool] = []
 
         def look(value: Any) -> None:
@@ -151,12 +151,12 @@ class _Operands:
         return any(found)
 
     def operand(self, result: torch.Tensor) -> _Operand | None:
-        """Return the operand in whose copy a result lies."""
+        """Return the operand whose copy shares memory with a result; None without one."""
         strided = result.layout is torch.strided
         return next((item for item in self.taken if strided and shares_memory(item.plain, result)), None)
 
     def given(self, result: Any) -> Any:
-        """Return a result as the caller gets it: what lies in a copy as the cache, or as a view of it."""
+        """Return a result for the caller: a copy as the cache, memory in a copy as a view of the cache, all else unchanged."""
         if not isinstance(result, torch.Tensor):
             return result
         for item in self.taken:
@@ -170,7 +170,7 @@ class _Operands:
 
 
 def _copy_of(value: Any) -> torch.Tensor:
-    """Return the values of a cache, or of a part or view of one as a view of the decoded whole, so that places in it are places in that."""
+    """Return decoded values; those of a part or view are a view of the decoded whole, so that their places agree."""
     if is_view(value):
         return torch.Tensor.as_subclass(value, torch.Tensor)  # type: ignore[no-any-return]
     root, place = home(value)
@@ -179,5 +179,5 @@ def _copy_of(value: Any) -> torch.Tensor:
     try:
         return place.within(decoded(root))
     except CacheStale:
-        # Others went on from the part's codes and wrote over what the whole shows: only the part can be read, and nothing written.
+        # Other tensors continued from the part's codes and overwrote tokens of the whole: only the part can be read, and not written.
         return decoded(value)

@@ -1,12 +1,12 @@
-"""The gate: the one way by which code that is not compiled writes to a compressed cache, whole or through any view of it.
+"""Gate: the only way in which uncompiled code writes to a compressed cache, whole or through a view.
 
-What it is told is the tensor that is written to (the cache itself, a part of it, or a view) and the operation. It takes, in this order,
+It gets the written tensor (the cache itself, a part of it, or a view) and the operation, and tries in this order:
 
-* a shortcut, where the cache itself is the target: clearing it, or copying codes, decodes nothing
-* the codes: an operation that overwrites what it writes to is encoded (``writes``), through the place that the target has in the cache
-* the dense tensor: the cache becomes it, its parts and views become views of its memory, and the operation runs on those
+* a shortcut, if the target is the whole cache: clearing it or copying codes decodes nothing
+* the codes: an operation that overwrites its target is encoded (``writes``), through the target's place in the cache
+* the dense tensor: the cache becomes dense, its parts and views become views of its memory, and the operation runs on those
 
-Views and parts need not be told: each remembers what it saw of its cache, and looks again when that has changed (``tensor.refresh``).
+Views and parts are not notified: each records the state of its cache and updates when that has changed (``tensor.refresh``).
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ def write(target: torch.Tensor, func: Callable[..., Any], name: str, rest: tuple
 
 
 def _values(value: Any) -> Any:
-    """Return the values of a compressed cache or of a view of one, as they are now; anything else as it is."""
+    """Return the current values of a compressed cache or of a view of one; any other value unchanged."""
     return decoded(value)
 
 
 def _shortcut(root: CompressedCache, name: str, rest: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
-    """Write to a whole cache without a decoded value; return whether that was possible, with nothing changed if not."""
+    """Write to a whole cache without decoding; return whether that was possible (if not, nothing has changed)."""
     made = SHORTCUTS.get(name)
     return made is not None and not named and made(root, *rest)
 
 
 def clear(root: CompressedCache) -> bool:
-    """Empty a cache: zeros in all places say that none was written, unless each is a token (old transformers reset a DynamicCache so)."""
+    """Empty a cache, for zeros in all slots; return False if each slot is a token (older transformers reset a DynamicCache so)."""
     if root._kv.grown:
         return False
     if not root._alone:
-        # Others go on from its codes.
+        # Other handles continue from its codes.
         attach(root, root._kv.mapped(lambda store: type(store)(store.spec, store.batch, store.device, 0, store.rope)), 0)
     root._kv.clear()
     root._length, root._epoch = 0, root._kv.epoch
@@ -67,7 +67,7 @@ def _fill(root: CompressedCache, value: Any) -> bool:
 
 
 def _multiply(root: CompressedCache, value: Any) -> bool:
-    """Clear a cache that is multiplied with zero, if it holds numbers only: zero times NaN is NaN."""
+    """Clear a cache that is multiplied with zero, if all its values are finite: zero times NaN is NaN."""
     return _nought(value) and not root._kv.grown and bool(torch.isfinite(decoded(root)).all()) and clear(root)
 
 
@@ -79,7 +79,7 @@ def _assign(root: CompressedCache, index: Any, value: Any) -> bool:
 
 
 def _copy_codes(root: CompressedCache, source: Any, non_blocking: bool = False) -> bool:
-    """Take over the codes of a cache that is compressed in the same way."""
+    """Copy the codes of ``source`` if it is compressed in the same way; return whether it is."""
     del non_blocking
     if not isinstance(source, CompressedCache) or source is root or not same_codes(root, source):
         return False

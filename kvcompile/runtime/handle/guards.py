@@ -1,12 +1,12 @@
-"""Guards: one compiled frame serves a cache tensor both before and after it is compressed.
+"""Guards: let one compiled frame serve a cache tensor both before and after it is compressed.
 
-Dynamo guards every tensor argument on its class, sizes and strides. A dense cache that is adopted by the first call becomes a
-handle, which is another class with other strides, so that the second call would trace and guard the whole model again: five
-seconds at 32 layers. The graph is the same either way (``lowering.graph_cache``), and what runs it looks at the tensor itself. The
-guard is replaced by one that accepts the dense tensor that Dynamo saw or a handle of the same shape, dtype and device.
+Dynamo guards every tensor argument on its class, sizes and strides. A dense cache that the first call adopts becomes a handle, with
+another class and other strides, so the second call would trace and guard the whole model again: five seconds at 32 layers. The
+graph is the same either way (``lowering.graph_cache``), and the code that runs it checks the tensor itself. So the guard is replaced by one
+that accepts the dense tensor that Dynamo saw, or a handle of the same shape, dtype and device.
 
-The one fact that is relied on is private: ``TracingContext.guards_context.dynamo_guards`` holds the guards that are built when
-the backend has returned (torch 2.11 to 2.13). Where it does not hold, the guards stay and a model is traced once more.
+This relies on one private fact: ``TracingContext.guards_context.dynamo_guards`` holds the guards that are built after the backend has
+returned (torch 2.11 to 2.13). If that does not hold, the guards stay and a model is traced once more.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Expected:
-    """A cache tensor as a graph was traced for it: what a handle shows, and the strides and dispatch keys of the dense tensor."""
+    """A cache tensor as it was traced: shape, dtype and device (``face``), and the strides and dispatch keys of the dense tensor."""
 
     face: tuple[Any, ...]
     stride: tuple[int, ...]
@@ -37,7 +37,7 @@ class Expected:
 
     @staticmethod
     def of(value: torch.Tensor) -> Expected:
-        """Describe an argument of the call that is being traced."""
+        """Return the description of an argument of the traced call."""
         with DisableTorchFunctionSubclass():
             if isinstance(value, CompressedCache):
                 dense = torch.empty(0, dtype=value.dtype, device=value.device)
@@ -45,7 +45,7 @@ class Expected:
             return Expected(face_of(value), value.stride(), dispatch_keys(value))
 
     def accepts(self, value: object) -> bool:
-        """Whether the graph may be called with ``value``."""
+        """Return whether the graph may be called with ``value``."""
         if type(value) is CompressedCache:
             return bool(value._face == self.face)
         return (
@@ -55,9 +55,9 @@ class Expected:
 
 
 def accept_handles(captured: Captured, examples: Collection[Any], arguments: Collection[int]) -> int:
-    """Let the frame being compiled take the given arguments dense or compressed; return how many guards were replaced.
+    """Let the frame being compiled take ``arguments`` dense or compressed; return the number of replaced guards.
 
-    ``examples``: the arguments of this call. Only tensors of plain sizes count: Dynamo guards symbolic ones elsewhere.
+    ``examples``: the arguments of this call. Applies to tensors with static sizes only: Dynamo guards symbolic ones elsewhere.
     """
     context = TracingContext.try_get()
     if context is None:
@@ -84,11 +84,11 @@ def accept_handles(captured: Captured, examples: Collection[Any], arguments: Col
 
 
 def _covered(builder: Any, guard: Any) -> None:
-    """Build no guard on the class of a cache tensor: the one on its values (``_either``) looks at it."""
+    """Build no guard on the class of a cache tensor: the guard built by ``_either`` checks it."""
 
 
 def _either(builder: Any, guard: Any, expected: Expected) -> None:
-    """Build the guard that accepts a cache dense or compressed; Dynamo calls it as its own ``GuardBuilder.TENSOR_MATCH``."""
+    """Build a guard that accepts a cache dense or compressed; Dynamo calls it in place of ``GuardBuilder.TENSOR_MATCH``."""
     manager = builder.get_guard_manager(guard)
     name = guard.name if isinstance(guard.name, str) else guard.name()
     builder.no_tensor_aliasing_names.append(name)
@@ -97,5 +97,5 @@ def _either(builder: Any, guard: Any, expected: Expected) -> None:
     with contextlib.suppress(TypeError):
         manager.add_lambda_guard(expected.accepts, said, getattr(guard, "user_stack", None))
         return
-    # torch 2.11 takes no stack.
+    # torch 2.11 has no stack argument.
     manager.add_lambda_guard(expected.accepts, said)

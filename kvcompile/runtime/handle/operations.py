@@ -1,4 +1,4 @@
-"""Operations on the codes of a compressed cache outside of compiled code; ``handle`` says what a caller may expect of each."""
+"""Operations on the codes of a compressed cache outside of compiled code; see ``tensor`` for their semantics."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvcompile.runtime.store.state import CacheState
 def _derived(
     handle: CompressedCache, state: CacheState, shape: tuple[int, ...], length: int, index: Any = None
 ) -> CompressedCache:
-    """Make a handle from another one; ``index``: the dense tensor's ``[index]`` would share its memory."""
+    """Return a handle derived from another one; ``index``: set if the dense tensor's ``[index]`` would share its memory."""
     made = make(state, shape, handle.dtype, handle.device, length, state is not handle._kv)
     if state is handle._kv:
         handle._alone = False
@@ -124,7 +124,7 @@ def _to(handle: CompressedCache, *args: Any, **kwargs: Any) -> Any:
 
 
 FORMAT = 1
-"""The number of what pickling keeps: raised where records in it change."""
+"""Version of the pickled records; increased when they change."""
 
 
 def _reduce(handle: CompressedCache, protocol: int) -> Any:
@@ -142,7 +142,7 @@ def rebuild(
     axes: Any, parts: Any, shape: tuple[int, ...], dtype: torch.dtype, device: str, length: int, slots: int | None = None, top: int = 0,
     grown: bool = False, form: int = 0, held: int = 0, padding: Any = None,
 ) -> CompressedCache:
-    """Make a handle from what pickling kept: planes and layout, codes as they were. Raises OtherFormat."""
+    """Return a handle from its pickled planes and layout, with codes unchanged. Raises OtherFormat."""
     if form != FORMAT:
         raise OtherFormat(expected=FORMAT, found=form)
     stores = {}
@@ -152,7 +152,7 @@ def rebuild(
             stores[part].padding = store_class(spec).holding(spec, list(padding[part]))
     del device
     state = CacheState(axes, stores, length, slots=slots, grown=grown)
-    # A cropped tensor of a state that went on: its stores hold more tokens than it shows.
+    # A cropped tensor of a state that advanced: its stores hold more tokens than it shows.
     state.top = state.behind = max(top, length)
     state.held = held
     return make(state, shape, dtype, next(iter(stores.values())).device, length, True)
@@ -164,7 +164,10 @@ def _repr(handle: CompressedCache, **kwargs: Any) -> str:
 
 
 def concatenated(parts: Sequence[Any], dim: int = 0, **rest: Any) -> Any:
-    """Encode new tokens behind a cache, for ``cat``; the codes of a cache that others go on from are copied first."""
+    """Return a handle with new tokens encoded behind a cache, for ``cat``; NotImplemented if they cannot be.
+
+    Codes that other handles continue from are copied first.
+    """
     handle, *new = parts
     axes = next(iter(handle._kv.axes.values()))
     grown = dim % handle.dim() == axes.token_dim and not axes.paged and handle._kv.slots is None and not rest
@@ -199,7 +202,7 @@ def concatenated(parts: Sequence[Any], dim: int = 0, **rest: Any) -> Any:
 
 
 def _gone_back(state: CacheState, length: int) -> CacheState | None:
-    """Bring a state that nobody shares back to ``length`` tokens; return None where its window has passed them."""
+    """Roll an unshared state back to ``length`` tokens; return None if its window has lost them."""
     try:
         state.rewind(length)
     except WindowPassed:
@@ -217,4 +220,4 @@ HANDLERS: dict[str, Callable[..., Any]] = {
     "__deepcopy__": _deepcopy, "detach": _same, "contiguous": _same, "to": _to, "__reduce_ex__": _reduce, "__repr__": _repr,
     "__format__": lambda handle, spec: _repr(handle), "data": _same, "requires_grad_": _requires_grad,
 }
-"""What reads or copies codes, by name; a handler that gives NotImplemented leaves the operation to ``dispatch``."""
+"""Handlers of operations that read or copy codes, by name; one that returns NotImplemented leaves the operation to ``dispatch``."""

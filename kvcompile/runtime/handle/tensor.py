@@ -1,23 +1,23 @@
-"""The handle: what the caller holds in place of a dense cache tensor.
+"""Tensor: the handle class, a tensor that the caller holds in place of a dense cache tensor.
 
 It has the dense tensor's shape, dtype and device, one element of memory (a NaN), and a state. Compiled
-code sees a plain tensor; everything else goes through ``__torch_function__``, so that touching it can
-neither crash nor lie:
+code sees a plain tensor; all other code goes through ``__torch_function__``, so that an operation on it can
+neither crash nor return wrong values:
 
 * shape, dtype, device, size()... answer as the dense tensor would
 * zero_() (a cache's ``reset``), fill_(0), mul_(0) and [...] = 0 empty it; indexing rows, index_select,
   repeat_interleave (beam search, batch select), [..., :n, :] (crop), clone, deepcopy and pickling act on the
   codes, never on decoded values
-* all writes go through one ``gate``: those of tokens (index_copy_, slice and index assignment, copy_, index_put_, scatter_), to it or to
+* all writes go through one ``gate``: token writes (index_copy_, slice and index assignment, copy_, index_put_, scatter_), to it or to
   a view of it, are encoded into the codes, and ``cat`` with new tokens gives a handle of the longer cache, both with one warning
-  (``writes`` says what is sound); any other turns it back into the dense tensor of what its codes decode to (``to_dense``), with one
-  warning: right, at the dense tensor's size, until a compiled call adopts it again
-* whoever asks for its address (data_ptr, untyped_storage, dlpack) gets that of the dense tensor, into which it is turned for it;
+  (``writes`` lists the conditions); any other write turns it back into a dense tensor of its decoded values (``to_dense``), with one
+  warning: correct, at the dense tensor's size, until a compiled call adopts it again
+* an operation that asks for its address (data_ptr, untyped_storage, dlpack) turns it dense and gets the dense tensor's address;
   numpy() gives decoded values that numpy refuses to write to
 * any other read gives the decoded values, as a view where the dense tensor's result would share its memory
 
-A buffer that lives in a module or in a static cache keeps its identity: its class is changed in place
-and its storage replaced, which costs one recompilation of each graph that saw it dense, and none after.
+A buffer of a module or of a static cache keeps its identity: its class is changed in place
+and its storage replaced, which costs one recompilation of each graph that saw it dense, and none later.
 """
 
 from __future__ import annotations
@@ -51,20 +51,20 @@ METADATA = {
 
 
 class CompressedCache(torch.Tensor):
-    """A cache tensor whose values live compressed in a store; see the module docstring for what it can do."""
+    """A cache tensor with its values compressed in a store; see the module docstring for its operations."""
 
     _kv: CacheState
     _length: int
     _epoch: int
     _face: tuple[Any, ...]
     _alone: bool
-    """Whether no other handle shows its state, so that a write into its codes changes nothing else."""
+    """Whether no other handle shares its state, so that a write into its codes affects nothing else."""
     _views: list[weakref.ref[Any]]
-    """Handles of parts of it and decoded views: the dense tensor would share its memory with them."""
+    """Its parts and decoded views: with a dense tensor they would share its memory."""
     _origin: Origin | None
-    """What it is a part of, and its place there."""
+    """The cache that it is a part of, and its place there; None for a whole cache."""
     _seen: tuple[Any, ...]
-    """What it saw of that."""
+    """The cache's ``Origin.seen`` when this part was last updated."""
     real = REAL  # type: ignore[assignment]
 
     @classmethod
@@ -73,7 +73,7 @@ class CompressedCache(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if torch.compiler.is_dynamo_compiling():
-            # Dynamo traces this branch into its graph; the next one runs while it looks at the real tensor.
+            # Dynamo traces this branch into its graph; the next one runs when it inspects the real tensor.
             with DisableTorchFunctionSubclass():
                 return func(*_exposed(args), **{name: _exposed(item) for name, item in kwargs.items()})
         if torch.compiler.is_compiling():
@@ -86,14 +86,14 @@ class CompressedCache(torch.Tensor):
         return ABOVE.answer(func, name, args, dict(kwargs))
 
     def remember(self, view: torch.Tensor) -> None:
-        """Note a part or a view of it, to be turned into a view of the dense tensor with it."""
+        """Register a part or view, to become a view of the dense tensor together with it."""
         self._views = [ref for ref in self._views if ref() is not None] + [weakref.ref(view)]
 
     def __copy__(self) -> Any:
-        """Return a view of all of it: a shallow copy of a tensor shares its memory."""
+        """Return a view of the whole tensor: a shallow copy of a tensor shares its memory."""
         return torch.ops.aten.alias(self)
 
-    # Tensor's own are written in Python: Dynamo would ask ``__torch_function__`` for the bound method, and break the graph.
+    # torch.Tensor's versions are Python code: Dynamo would ask ``__torch_function__`` for the bound method, and break the graph.
 
     def split(self, split_size: Any, dim: int = 0) -> Any:
         """As ``torch.Tensor.split``."""
@@ -102,13 +102,13 @@ class CompressedCache(torch.Tensor):
         return torch.Tensor.split(self, split_size, dim)
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``torch.Tensor.set_``, which asks no ``__torch_function__``."""
+        """As ``torch.Tensor.set_``, which bypasses ``__torch_function__``."""
         if not torch.compiler.is_dynamo_compiling():
             to_dense(self, f"set_ gives it other memory, at {user_line()}")
         return torch.Tensor.set_(self, *args, **kwargs)
 
     def as_subclass(self, cls: Any) -> Any:
-        """As ``torch.Tensor.as_subclass``, which asks no ``__torch_function__``."""
+        """As ``torch.Tensor.as_subclass``, which bypasses ``__torch_function__``."""
         if torch.compiler.is_dynamo_compiling():
             return torch.ops.kvcompile.expose(self).as_subclass(cls)
         if cls is torch.Tensor:
@@ -122,13 +122,13 @@ class CompressedCache(torch.Tensor):
         return torch.Tensor.unflatten(self, dim, sizes)
 
 
-# Called from code that Dynamo gave up on, this is a frame that Dynamo would compile for itself, as if it were the model's.
+# When uncompiled code calls it, Dynamo would try to compile this frame as if it were the model's.
 _ENTRY = CompressedCache.__torch_function__.__func__.__code__  # type: ignore[attr-defined]
 no_dynamo(_ENTRY)
 
 
 def _exposed(item: Any) -> Any:
-    """Replace every compressed cache among arguments by the dense tensor that it stands for; Dynamo traces this."""
+    """Return an argument with every compressed cache replaced by the dense tensor that it represents; Dynamo traces this."""
     if isinstance(item, CompressedCache):
         return torch.ops.kvcompile.expose(item)
     if isinstance(item, (list, tuple)):
@@ -137,14 +137,14 @@ def _exposed(item: Any) -> Any:
 
 
 def is_handle(value: object) -> TypeGuard[CompressedCache]:
-    """Whether a value is a compressed cache tensor."""
+    """Return whether a value is a compressed cache tensor."""
     return isinstance(value, CompressedCache)
 
 
 def _stub(state: CacheState, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return the one NaN that all handles of a state share: whoever reads it by force reads no number.
+    """Return the single NaN that is the memory of all handles of a state: a raw read returns no number.
 
-    Handles of different caches share no memory: Dynamo refuses to trace a nested region two of whose inputs do.
+    Handles of different caches share no memory: Dynamo refuses to trace a nested region with two inputs that do.
     """
     if state.stub is None or (state.stub.dtype, state.stub.device) != (dtype, device):
         with torch.inference_mode(False):
@@ -153,15 +153,15 @@ def _stub(state: CacheState, dtype: torch.dtype, device: torch.device) -> torch.
 
 
 def face_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return the facts that compiled code is compiled for: shape, dtype and device."""
+    """Return a tensor's shape, dtype and device, which compiled code is specialised on."""
     return tuple(tensor.shape), tensor.dtype, tensor.device
 
 
 def make(
     state: CacheState, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, length: int | None = None, alone: bool = False
 ) -> CompressedCache:
-    """Make a handle of ``shape`` on a state; ``alone``: no other handle shows that state."""
-    # No view of the stub: what is thawed must own its memory alone to be taken over again.
+    """Return a new handle of ``shape`` for a state; ``length``: None for the state's; ``alone``: no other handle shares the state."""
+    # Not a view of the stub: a tensor that becomes dense must own its memory to be adopted again.
     with DisableTorchFunctionSubclass(), torch.no_grad(), torch.inference_mode(False):
         handle = torch.Tensor._make_subclass(CompressedCache, torch.empty(0, dtype=dtype, device=device))
         torch.Tensor.set_(handle, _stub(state, dtype, device).untyped_storage(), 0, shape, (0,) * len(shape))
@@ -171,7 +171,7 @@ def make(
 
 
 def take_over(tensor: torch.Tensor, state: CacheState) -> None:
-    """Turn a dense tensor into a handle in place: its memory is gone, its identity stays."""
+    """Turn a dense tensor into a handle in place: its memory is freed, its identity stays."""
     with DisableTorchFunctionSubclass(), torch.no_grad(), torch.inference_mode(tensor.is_inference()):
         stub = _stub(state, tensor.dtype, tensor.device)
         shape = tensor.shape
@@ -182,19 +182,19 @@ def take_over(tensor: torch.Tensor, state: CacheState) -> None:
 
 
 def can_take_over(tensor: torch.Tensor) -> bool:
-    """Whether a tensor owns its memory and nobody else holds a view of it, so that changing it in place frees it and surprises nobody."""
+    """Return whether a tensor owns its memory and no view of it is alive, so that changing it in place frees memory and does no harm."""
     return type(tensor) is torch.Tensor and tensor._base is None and not tensor.requires_grad and _holders(tensor) <= 1
 
 
 def _holders(tensor: torch.Tensor) -> int:
-    """Count the tensors that share a tensor's memory, as far as the storage knows: itself, views, detached ones; an owner not of torch."""
+    """Return the number of tensors that share a tensor's storage, itself included; one more for memory that torch does not own."""
     storage = tensor.untyped_storage()
-    # One of the uses is the storage object just made. Memory that came from outside (an array's, another process') cannot be resized.
+    # The storage object just created is one use. External memory (an array's, another process's) cannot be resized.
     return int(storage_uses(storage._cdata)) - 1 + (not storage.resizable())  # type: ignore[attr-defined]
 
 
 def attach(handle: CompressedCache, state: CacheState, length: int) -> None:
-    """Let a handle show the last of ``length`` tokens of another state, made for it; its parts and views stay its own."""
+    """Set a handle's state, of which it shows the last of ``length`` tokens; no other handle shares it. Parts and views stay."""
     handle._kv, handle._length, handle._epoch, handle._alone = state, length, state.epoch, True
 
 
@@ -204,13 +204,13 @@ def _start(handle: CompressedCache, state: CacheState, length: int, alone: bool)
 
 
 def home(value: Any) -> tuple[Any, ViewGeometry | None]:
-    """Return the cache tensor that a handle, a part or a decoded view is of, and its place there; None for the tensor itself."""
+    """Return the cache tensor of a handle, part or decoded view, and the value's place in it (None for the cache itself)."""
     origin = value._origin if is_handle(value) or is_view(value) else None
     return (value, None) if origin is None else (origin.root, origin.place)
 
 
 def retake(part: CompressedCache, made: Any) -> bool:
-    """Let a part of a cache have the codes of the same part ``made`` anew; return False where that is no handle."""
+    """Give a part of a cache the codes of ``made``, the same part indexed again; return False if ``made`` is no handle."""
     if not is_handle(made):
         return False
     part._kv, part._length, part._epoch, part._alone = made._kv, made._length, made._epoch, made._alone
@@ -218,10 +218,10 @@ def retake(part: CompressedCache, made: Any) -> bool:
 
 
 def to_dense(value: torch.Tensor, why: str) -> torch.Tensor:
-    """Turn a handle back into the dense tensor that it stands for, in place: its identity stays, the bytes it saved are used again.
+    """Turn a handle into the dense tensor that it represents, in place: its identity stays, the saved bytes are used again.
 
-    Parts and views of it become views of its memory; one of those is turned back with what it is of. ``why`` is said once
-    for each reason, unless it is "" or the cache is empty, which costs nothing but the memory.
+    Its parts and views become views of its memory; a part or view given as ``value`` is turned dense with its whole cache. ``why`` is
+    logged once for each reason, unless it is "" or the cache is empty.
     """
     root, _ = home(value)
     if not is_handle(root):
@@ -239,7 +239,7 @@ def to_dense(value: torch.Tensor, why: str) -> torch.Tensor:
 
 
 def take_storage(value: torch.Tensor, dense: torch.Tensor) -> None:
-    """Let a handle or a decoded view have the memory of a dense tensor; its state is gone."""
+    """Give a handle or a decoded view the memory of a dense tensor, and drop its state."""
     value.__class__ = torch.Tensor  # type: ignore[assignment]
     for name in ("_kv", "_views", "_origin", "_seen"):
         value.__dict__.pop(name, None)
@@ -247,7 +247,7 @@ def take_storage(value: torch.Tensor, dense: torch.Tensor) -> None:
 
 
 def refresh(value: Any) -> None:
-    """Let a view or a part of a cache show what the cache holds now."""
+    """Update a view or part to its cache's current contents."""
     origin: Origin | None = value._origin if is_view(value) or is_handle(value) else None
     if origin is None or value._seen == origin.seen:
         return
@@ -262,7 +262,7 @@ def refresh(value: Any) -> None:
 
 
 def refresh_argument(value: Any) -> None:
-    """Have a compiled graph's argument show what the cache that it is a part of holds now; a view of memory where that is not in codes."""
+    """Update a part of a cache that is an argument of a compiled graph; a view without codes turns its cache dense."""
     if is_handle(value) and value._origin is not None:
         refresh(value)
     if is_view(value):
@@ -270,7 +270,7 @@ def refresh_argument(value: Any) -> None:
 
 
 def over_tensors(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a compiled graph that may write to decoded views among its arguments: they become views of dense caches first."""
+    """Wrap a compiled graph that may write to decoded views among its arguments: their caches become dense first."""
     def run(*args: Any) -> Any:
         for arg in args:
             refresh_argument(arg)
@@ -280,7 +280,7 @@ def over_tensors(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def same_codes(one: CompressedCache, other: CompressedCache) -> bool:
-    """Whether two handles are compressed in the same way, so that one can have the codes of the other."""
+    """Return whether two handles are compressed in the same way, so that codes can be copied between them."""
     ours, theirs = one._kv, other._kv
     return one.shape == other.shape and ours.axes == theirs.axes and ours.device == theirs.device and all(
         store.spec == theirs.stores[part].spec for part, store in ours.stores.items()
@@ -288,7 +288,7 @@ def same_codes(one: CompressedCache, other: CompressedCache) -> bool:
 
 
 def write_tokens(handle: CompressedCache, name: str, write: Callable[[torch.Tensor], Any]) -> bool:
-    """Encode what ``write`` overwrites in a dense tensor into a handle's codes; return False where that made the handle dense."""
+    """Encode the tokens that ``write`` overwrites in a dense tensor into a handle; return False if the handle became dense instead."""
     line = user_line()
     resume(handle)
     if not in_one(handle._kv, handle.shape):
@@ -322,7 +322,7 @@ def warn_of_densifying(why: str, size: int) -> None:
 
 
 def decoded(value: torch.Tensor) -> torch.Tensor:
-    """Return a dense copy of what a compressed cache tensor stands for; any other value as it is."""
+    """Return a dense copy of a compressed cache tensor or decoded view; any other value unchanged."""
     refresh(value)
     if is_view(value):
         with DisableTorchFunctionSubclass():
@@ -335,7 +335,10 @@ def decoded(value: torch.Tensor) -> torch.Tensor:
 
 
 def densify(args: Sequence[Any], given: Collection[int], written: Mapping[int, str]) -> list[Any]:
-    """Return arguments with those of index ``given`` dense: the tensors themselves where a graph writes them, else decoded copies."""
+    """Return the arguments with those of indices ``given`` dense: turned dense in place if in ``written``, else decoded copies.
+
+    ``written``: from the indices of arguments that the graph writes to the reason to log.
+    """
     return [
         to_dense(arg, written[index]) if index in written and is_handle(arg) else decoded(arg) if index in given else arg
         for index, arg in enumerate(args)
@@ -343,10 +346,10 @@ def densify(args: Sequence[Any], given: Collection[int], written: Mapping[int, s
 
 
 def visible_length(handle: CompressedCache) -> int:
-    """Count the tokens that a handle shows: the last ones before its length."""
+    """Return the number of tokens that a handle shows: the last ones before its length."""
     return min(handle._length, next(iter(handle._kv.axes.values())).room(handle.shape))
 
 
 def resume(handle: CompressedCache) -> None:
-    """Raise CacheStale where tokens that a handle shows were written over."""
+    """Raise CacheStale if tokens that a handle shows were overwritten."""
     handle._kv.resume(handle._length, handle._epoch, visible_length(handle))

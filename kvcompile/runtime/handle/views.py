@@ -1,9 +1,9 @@
-"""Views: the decoded tensors that indexing or reshaping a compressed cache gives outside of compiled code.
+"""Views: decoded tensors that result from indexing or reshaping a compressed cache outside of compiled code.
 
-The dense cache would share memory with its views, so a write into one changes the other. Which results are views is asked of the memory:
-an operation runs on a decoded copy, and what lies in that copy is a view of the cache (``dispatch``). It is made of decoded values, which
-are decoded again when the cache has been written since (``tensor.refresh``). A write to a view goes through the gate of its cache
-(``gate``): into the codes, or else the cache becomes dense, and all of its views become views of its memory.
+A dense cache would share memory with its views, so a write into one changes the other. Views are detected by memory: an operation runs on
+a decoded copy, and a result in that copy's memory is a view of the cache (``dispatch``). A view holds decoded values, which are
+decoded again if the cache was written since (``tensor.refresh``). A write to a view goes through the gate of its cache (``gate``): into
+the codes, or else the cache becomes dense, and all its views become views of its memory.
 
 Parts of a cache that are handles themselves (rows, a crop) are views too, with codes in place of decoded values.
 """
@@ -21,7 +21,7 @@ from kvcompile.runtime.store.state import CacheState
 
 
 class Handle(Protocol):
-    """A compressed cache tensor as modules below its class see it."""
+    """The interface of a compressed cache tensor for modules below its class."""
 
     _kv: CacheState
     _length: int
@@ -44,17 +44,17 @@ class Handle(Protocol):
         """Return a part of the cache."""
 
     def remember(self, view: torch.Tensor) -> None:
-        """Note a part or a view of the cache."""
+        """Register a part or view of the cache."""
 
 
 @dataclass
 class Above:
-    """Functions of modules above that the classes of tensors call, which are below them; ``handle/__init__`` hands them in."""
+    """Functions of higher modules that the tensor classes call; ``handle/__init__`` sets them."""
 
     answer: Callable[[Callable[..., Any], str, tuple[Any, ...], dict[str, Any]], Any]
-    """The result of an operation, by its name, on arguments with a compressed cache or a view of one among them."""
+    """``dispatch.answer``: the result of an operation by name, on arguments with a compressed cache or a view of one."""
     to_dense: Callable[[torch.Tensor, str], torch.Tensor]
-    """A view as one of dense memory; why."""
+    """``tensor.to_dense``: turns a view's cache dense, for a reason."""
 
 
 def _not_yet(*args: Any) -> Any:
@@ -71,13 +71,13 @@ ASSIGNMENTS = {f"__i{name}__" for name in (
 
 
 def writes(name: str, kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operation of this name writes to its first operand or to ``out``."""
+    """Return whether an operation of this name writes to its first operand or to ``out``."""
     in_place = (name.endswith("_") and not name.endswith("__")) or name in ASSIGNMENTS
     return in_place or kwargs.get("out") is not None or kwargs.get("inplace") is True
 
 
 def written(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return the arguments that an operation says it writes to, lists of tensors taken apart; those of a torch operator by its schema."""
+    """Return the arguments that an operation declares to write, with lists flattened; a torch operator declares them in its schema."""
     schema = getattr(func, "_schema", None)
     if schema is None and isinstance(func, OpOverloadPacket):
         schema = getattr(func, func.overloads()[0])._schema
@@ -88,18 +88,18 @@ def written(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Ma
     elif kwargs.get("out") is not None:
         found = [kwargs["out"]]
     elif writes(name, kwargs) or is_setter(func):
-        # ``torch.nn.init`` names its only operand.
+        # ``torch.nn.init`` passes its only operand by name.
         found = [args[0] if args else next(iter(kwargs.values()), None)]
     return [part for item in found for part in (item if isinstance(item, (list, tuple)) else [item])]
 
 
 def is_setter(func: Callable[..., Any]) -> bool:
-    """Whether ``__torch_function__`` was called for an assignment to a property."""
+    """Return whether ``__torch_function__`` was called for an assignment to a property."""
     return getattr(func, "__name__", "") == "__set__"
 
 
 def name_of(func: Callable[..., Any]) -> str:
-    """Return the bare name of what ``__torch_function__`` was called for: of a property its attribute's, of an overload its operator's."""
+    """Return the bare name of the function in ``__torch_function__``: the attribute's for a property, the operator's for an overload."""
     name = getattr(func, "__name__", "")
     name = func.__self__.__name__ if name in {"__get__", "__set__"} else name  # type: ignore[attr-defined]
     return name.partition(".")[0]
@@ -107,7 +107,7 @@ def name_of(func: Callable[..., Any]) -> str:
 
 @dataclass(frozen=True)
 class ViewGeometry:
-    """Where a view lies in the memory of a contiguous tensor: dtype, sizes, and strides and offset in elements of that dtype."""
+    """The place of a view in a contiguous tensor's memory: dtype, sizes, and strides and offset in elements of that dtype."""
 
     dtype: torch.dtype
     size: tuple[int, ...]
@@ -120,7 +120,7 @@ class ViewGeometry:
         return ViewGeometry(view.dtype, tuple(view.shape), tuple(view.stride()), int(view.storage_offset()))
 
     def within(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the view of another tensor that lies there."""
+        """Return the view at this place of another tensor."""
         with DisableTorchFunctionSubclass(), torch.no_grad(), torch.inference_mode(whole.is_inference()):
             made = torch.empty(0, dtype=self.dtype, device=whole.device)
             return made.set_(whole.untyped_storage(), self.offset, self.size, self.stride)  # type: ignore[call-overload, no-any-return]
@@ -128,9 +128,9 @@ class ViewGeometry:
 
 @dataclass(frozen=True, eq=False)
 class Origin:
-    """The cache tensor ``root`` that a view is of, and the view's place in it.
+    """The cache tensor ``root`` of a view, and the view's place in it.
 
-    ``index``: what ``root`` was indexed by, of a part whose codes can be taken. The root is held: its views hold a dense tensor's memory.
+    ``index``: the index of a part whose codes can be taken again; else None. The root is kept alive: once dense, its views use its memory.
     """
 
     root: Handle
@@ -139,7 +139,7 @@ class Origin:
 
     @property
     def seen(self) -> tuple[Any, ...]:
-        """Return facts of the root that change when it is written to."""
+        """Facts of the root that change when it is written."""
         return self.root._kv, self.root._length, self.root._epoch
 
 
@@ -152,11 +152,11 @@ def _set_real(value: torch.Tensor, new: torch.Tensor) -> None:
 
 
 REAL = property(_real, _set_real)
-"""``real``, whose assignment asks no ``__torch_function__``."""
+"""The property ``real``: its assignment would bypass ``__torch_function__``."""
 
 
 class DecodedView(torch.Tensor):
-    """Decoded values of part of a compressed cache: an ordinary tensor to read; see the module docstring for writes."""
+    """Decoded values of part of a compressed cache: reads like an ordinary tensor; see the module docstring for writes."""
 
     _origin: Origin
     _seen: tuple[Any, ...]
@@ -174,24 +174,24 @@ class DecodedView(torch.Tensor):
         return ABOVE.answer(func, name, args, dict(kwargs))
 
     def as_subclass(self, cls: Any) -> Any:
-        """As ``torch.Tensor.as_subclass``, which asks no ``__torch_function__``."""
+        """As ``torch.Tensor.as_subclass``, which bypasses ``__torch_function__``."""
         if cls is torch.Tensor:
             return torch.ops.aten.alias(self)
         return torch.Tensor.as_subclass(ABOVE.to_dense(self, f"{cls} shows its memory"), cls)
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``torch.Tensor.set_``, which asks no ``__torch_function__``."""
+        """As ``torch.Tensor.set_``, which bypasses ``__torch_function__``."""
         self.__class__ = torch.Tensor  # type: ignore[assignment]
         return torch.Tensor.set_(self, *args, **kwargs)
 
 
 def is_view(value: object) -> TypeGuard[DecodedView]:
-    """Whether a value is a view of decoded values that no dense cache has taken over."""
+    """Return whether a value is a decoded view that was not turned into a view of dense memory."""
     return type(value) is DecodedView
 
 
 def view_of(root: Handle, result: torch.Tensor) -> DecodedView:
-    """Return a result that lies in a decoded copy of ``root``, or in a view of it, as a view of ``root``."""
+    """Return a result in the memory of a decoded copy of ``root``, or of a view of it, as a view of ``root``."""
     with DisableTorchFunctionSubclass():
         view = result.as_subclass(DecodedView)
         _join(view, Origin(root, ViewGeometry.of(result)))
@@ -199,7 +199,7 @@ def view_of(root: Handle, result: torch.Tensor) -> DecodedView:
 
 
 def join(part: Handle, root: Handle, index: Any) -> None:
-    """Let a handle be the part ``[index]`` of another one, or of what that is a part of."""
+    """Register a handle as the part ``[index]`` of another one, or of the cache that the other is a part of."""
     with DisableTorchFunctionSubclass():
         whole = torch.empty(root.shape, dtype=root.dtype, device="meta")
         above = root._origin
@@ -208,7 +208,7 @@ def join(part: Handle, root: Handle, index: Any) -> None:
                 above.place.size, above.place.stride, above.place.offset
             )
         place = ViewGeometry.of(whole[index])
-    # A part of a part is decoded where the codes of the whole cannot be taken again.
+    # A part of a part is decoded if the codes of the whole cannot be indexed again.
     _join(part, Origin(root, place, index) if above is None else Origin(above.root, place))
 
 
@@ -218,6 +218,6 @@ def _join(view: Any, origin: Origin) -> None:
 
 
 def show(view: torch.Tensor, real: torch.Tensor) -> None:
-    """Let a tensor have the memory of another."""
+    """Give a tensor the memory of another."""
     with DisableTorchFunctionSubclass(), torch.no_grad(), torch.inference_mode(view.is_inference()):
         torch.Tensor.set_(view, real.untyped_storage(), real.storage_offset(), real.shape, real.stride())  # type: ignore[call-overload]

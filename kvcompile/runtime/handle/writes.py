@@ -1,19 +1,17 @@
 """Writes outside of compiled code: find the tokens that an operation writes, and encode them into the stores.
 
-An operation that overwrites (``index_copy_``, index assignment, ``copy_``...) is run on a dense tensor full of one NaN of a payload
-that no arithmetic makes. Every place that no longer holds it was written, and holds what was. So any spelling of a write is
-understood alike, through views of the cache too, at the cost of one dense copy of this one tensor, which lives until the tokens that
-were written are copied out of it.
+An overwriting operation (``index_copy_``, index assignment, ``copy_``...) runs on a dense tensor filled with a NaN whose payload no
+arithmetic produces. Every element that no longer holds it was written, and holds the new value. So any spelling of a write is
+understood, through views of the cache too, at the cost of one dense copy of this tensor until the written tokens are copied out of it.
 
-What is sound to encode (``codec.unwritable``), and what ``rejected`` says about the rest:
+A write can be encoded (``codec.unwritable``) under these conditions; else ``Rejected`` has the reason:
 
-* whole rows of channels only, since the rest of a row would be encoded again from decoded values
-* a scheme that encodes tokens by themselves takes any token; the codes of all others stay as they are
-* a scheme with a window takes tokens in their order, and tokens over those that it still has originals of
-* a token whose new value is what it decodes to stays as it is: codes are written once
+* it writes whole rows of channels, since the rest of a row would be encoded again from decoded values
+* a scheme that encodes tokens independently takes any token; the codes of all others stay unchanged
+* a scheme with a window takes tokens in order, and overwrites only tokens that it holds in full precision
+* a token whose new value equals its decoded value keeps its codes: codes are written once
 
-A sliding window whose tokens went around, a paged cache, and an empty cache whose scheme must know the padding of the first tokens
-take no write.
+A wrapped sliding window, a paged cache, and an empty cache whose scheme needs the padding of the first tokens take no writes.
 """
 
 from __future__ import annotations
@@ -33,14 +31,14 @@ from kvcompile.runtime.store.store import Store
 
 OVERWRITES = {"zero_", "index_copy_", "copy_", "__setitem__", "index_put_", "scatter_", "fill_", "index_fill_", "masked_fill_",
               "masked_scatter_"}
-"""Operations after which every place holds what it held, or what was written there, whatever it held."""
+"""Operations after which every element has its old value or a written one, independent of the old."""
 
 UNTOUCHED = {torch.float32: (torch.int32, 0x7FE5A5A5), torch.float16: (torch.int16, 0x7FA5), torch.bfloat16: (torch.int16, 0x7FE5)}
-"""Per dtype the integers of its size, and the NaN that marks a place that was not written."""
+"""By dtype: the integer dtype of its size, and the bits of the NaN that marks an unwritten element."""
 
 
 def overwrites(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operation of this name, target first among its arguments, reads nothing of what it writes to."""
+    """Return whether an operation, target first among its arguments, does not read the target."""
     if name == "index_put_" and (kwargs.get("accumulate") or (len(args) > 3 and args[3])):
         return False
     if name == "scatter_" and (kwargs.get("reduce") is not None or any(isinstance(arg, str) for arg in args[1:])):
@@ -50,7 +48,7 @@ def overwrites(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> boo
 
 @dataclass(frozen=True)
 class _Tokens:
-    """A write into one part: tokens ``at`` [n], their values [B, K, n, D], and which heads of which rows, [B, K, n]."""
+    """A write into one part: positions ``at`` [n], values [B, K, n, D], and the written heads and rows, bool [B, K, n]."""
 
     at: torch.Tensor
     values: torch.Tensor
@@ -58,11 +56,14 @@ class _Tokens:
 
 
 class Rejected(Exception):
-    """The reason why a write cannot be encoded; the cache then becomes dense."""
+    """Raised with the reason why a write cannot be encoded; the cache then becomes dense."""
 
 
 def encode(handle: Handle, write: Callable[[torch.Tensor], Any], shown: int) -> None:
-    """Encode what ``write(dense)`` writes into the stores of a handle that owns its state; raises Rejected, and nothing has changed."""
+    """Encode the tokens that ``write(dense)`` writes into the stores of a handle that owns its state, and shows ``shown`` tokens.
+
+    Raises Rejected, with nothing changed.
+    """
     state = handle._kv
     if handle.dtype not in UNTOUCHED:
         raise Rejected(f"{handle.dtype} has no mark for a place that was not written")
@@ -84,14 +85,14 @@ def encode(handle: Handle, write: Callable[[torch.Tensor], Any], shown: int) -> 
         for part, tokens in found.items():
             write_tokens(state.stores[part], tokens.values, tokens.rows, tokens.at, state.length)
     if found:
-        # What is written here need not be where the next call goes on.
+        # The next call need not continue at the tokens written here.
         state.moment = None
-        # A window's tokens are written again as far as they go.
+        # A window's tokens are rewritten up to their end.
         state.overwrite(length if state.windowed else max(int(tokens.at[-1]) + 1 for tokens in found.values()))
 
 
 def _written(state: CacheState, handle: Handle, write: Callable[[torch.Tensor], Any]) -> dict[Part, _Tokens]:
-    """Return by part the tokens that ``write`` writes into a dense tensor like the handle; raises Rejected where rows are half written."""
+    """Return by part the tokens that ``write`` writes into a dense tensor like the handle. Raises Rejected for partly written rows."""
     integers, mark = UNTOUCHED[handle.dtype]
     with torch.inference_mode(False):
         dense = torch.full(tuple(handle.shape), mark, dtype=integers, device=handle.device).view(handle.dtype)
@@ -117,7 +118,7 @@ def _written(state: CacheState, handle: Handle, write: Callable[[torch.Tensor], 
 
 
 def _changed(state: CacheState, part: Part, tokens: _Tokens) -> _Tokens:
-    """Return the tokens of a write without those that the store decodes to already, and without zeros behind all that was ever written."""
+    """Return a write without tokens whose decoded values it does not change, and without zeros after all tokens ever written."""
     known = int((tokens.at < max(state.length, state.held)).sum())
     rows = tokens.rows.clone()
     if known:
@@ -125,7 +126,7 @@ def _changed(state: CacheState, part: Part, tokens: _Tokens) -> _Tokens:
         rows[:, :, :known] &= (held != tokens.values[:, :, :known]).any(-1)
     kept = rows.any(1).any(0)
     empty = ((tokens.values == 0).all(-1) | ~rows).all(1).all(0) & (tokens.at >= max(state.top, state.held))
-    # Zeros ahead of a token that is written are places of their own; those behind the last one were never written.
+    # Zeros before a written token are tokens; zeros after the last one stay unwritten.
     end = int((kept & ~empty).nonzero().max()) + 1 if bool((kept & ~empty).any()) else 0
     kept[known:end] = True
     kept[end:] &= ~empty[end:]
@@ -133,7 +134,7 @@ def _changed(state: CacheState, part: Part, tokens: _Tokens) -> _Tokens:
 
 
 def appended(state: CacheState, new: dict[Part, torch.Tensor]) -> bool:
-    """Encode tokens [B, K, n, D] behind all that a state holds; return False, with nothing changed, where they cannot be."""
+    """Encode tokens [B, K, n, D] by part after a state's last token; return False, with nothing changed, if they cannot be encoded."""
     count = next(iter(new.values())).shape[2]
     at = torch.arange(state.length, state.length + count, device=state.device)
     stores: list[tuple[Store, torch.Tensor]] = [(state.stores[part], values) for part, values in new.items()]
