@@ -47,6 +47,13 @@ class BadScheme(SchemeError):
     template = "kvcompile.register expects {expected}, found {found}; see examples/add_a_scheme.py for a whole scheme"
 
 
+class NoScheme(SchemeError):
+    template = (
+        "expected a file that defines a class derived from kvcompile.Scheme, or one of the schemes {known}, found {found}; pass a file as "
+        "examples/add_a_scheme.py is one"
+    )
+
+
 class OtherFormat(KvcompileError):
     template = (
         "expected a pickled compressed cache of format {expected}, found format {found}; load it with the version of kvcompile that "
@@ -431,3 +438,18 @@ class NothingToDump(KvcompileError):
 
 class NothingToMeasure(KvcompileError):
     template = "expected {expected} to measure, found {found}; {todo}"
+
+
+class LawBroken(KvcompileError, AssertionError):
+    """Raised by a law of ``kvcompile.testing`` that a scheme does not hold; ``facts`` has the law's name."""
+
+    template = "the scheme {scheme} does not hold the law {law!r}: expected {expected}, found {found}; {todo}"
+
+
+class NotConforming(KvcompileError, AssertionError):
+    """Raised by ``kvcompile.testing.conformance`` with all laws that a scheme does not hold, in ``broken``."""
+
+    template = (
+        "expected the scheme {scheme!r} to hold every law, found {count} of {tried} that it does not hold:\n{broken}\n"
+        "correct the scheme as said, and call kvcompile.testing.conformance again"
+    )

@@ -206,6 +206,11 @@ def test_nothing_imports_a_tool_but_the_command_and_the_face() -> None:
     assert not [line for line in found if line.split(":")[0] != FACE]
 
 
+def test_nothing_imports_the_laws() -> None:
+    """They stand on top of all, and cost a user nothing."""
+    assert not importers("kvcompile.testing", of=("kvcompile.testing",))
+
+
 def test_every_extension_has_a_row_of_its_own() -> None:
     folders = {f"kvcompile.extensions.{path.parent.name}" for path in (PACKAGE / "extensions").glob("*/__init__.py")}
     rows = {layer for layer in ALLOWED if layer.startswith("kvcompile.extensions.")}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from registry import VARIANTS, bound_of, fitting, round_trip, slot, whole_blocks
+from registry import VARIANTS
 
 from benchmarks.extensions.certified.certified_soundness import CASES, Draw, Inputs, Shape, distance, paged
 from kvcompile.errors import NotBounded
@@ -17,6 +17,8 @@ from kvcompile.lowering.ops.operations import attend_body
 from kvcompile.schemes import Scheme, parse
 from kvcompile.schemes.certificate.bounds import Bound, BoundUnit, Outward
 from kvcompile.schemes.certificate.policy import Certify
+from kvcompile.testing.bounds import bound_of
+from kvcompile.testing.samples import fitting, round_trip, slot, whole_blocks
 from kvcompile.types import PAGE, Role
 
 pytestmark = pytest.mark.usefixtures("one_thread")

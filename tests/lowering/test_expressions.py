@@ -1,106 +1,67 @@
-"""Printed unpack expressions equal eager ``unpack`` on all 256 words, in Triton and in C++."""
+"""Printed unpack expressions in Triton's interpreter equal eager ``unpack``, and in C++ where the process flushes subnormals."""
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import pathlib
-import subprocess
 from collections.abc import Iterator
 
 import pytest
 import torch
 from interpreted import interpreted
-from registry import SCHEMES
+from registry import CHOSEN, SCHEMES
 
 from kvcompile import schemes
 from kvcompile.lowering.codegen import expressions
+from kvcompile.testing.expressions import compare, formats, printed_expressions_equal_unpack, words_of
 from kvcompile.types import KernelFormat, Role, SlotSpec
 
-SLOT = SlotSpec(1, 64, torch.float32, Role.KEY)
-CODED = [cls.name for cls in SCHEMES if cls().format(SLOT).scaled]
-
-
-def all_words(fmt: KernelFormat) -> torch.Tensor:
-    return torch.arange(256, dtype=torch.int32).to(torch.uint8).view(fmt.word_dtype)
-
-
-def expected(fmt: KernelFormat, part: int) -> torch.Tensor:
-    """Eager values of all words; NaN codes excepted (they only occur under a NaN scale)."""
-    return fmt.unpack(all_words(fmt), part)
-
-
-def parts() -> list[tuple[str, int]]:
-    return [(name, part) for name in CODED for part in range(schemes.make(name).format(SLOT).parts)]
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """One shared object with a function per scheme and part."""
-    source = ["#include <cstdint>", expressions.CPP_PRELUDE]
-    for name, part in parts():
-        fmt = schemes.make(name).format(SLOT)
-        word = expressions.CPP_TYPES[fmt.word_dtype]
-        source.append(
-            f'extern "C" void {name}_{part}(const {word}* w, float* out) {{ for (int i = 0; i < 256; ++i) '
-            f"out[i] = {expressions.cpp_expression(fmt, part, 'w[i]')}; }}"
-        )
-    folder = tmp_path_factory.mktemp("cpp")
-    (folder / "unpack.cpp").write_text("\n".join(source))
-    # Flags as hostile as Inductor's: -ffast-math may make the process flush subnormals.
-    subprocess.run(
-        ["g++", "-std=c++17", "-O3", "-ffast-math", "-fno-finite-math-only", "-shared", "-fPIC", "unpack.cpp", "-o", "u.so"],
-        cwd=folder, check=True,
-    )
-    loaded = ctypes.CDLL(str(folder / "u.so"))
-    # What loading it did to this process would be done to every test behind it.
-    torch.set_flush_denormal(False)
-    return loaded
+CODED = [cls.name for cls in SCHEMES if formats(cls())]
+TOGETHER = (tuple(CODED), *((cls.name,) for cls in CHOSEN if cls.name in CODED))
+"""All of them in one process, and those of ``--scheme`` each in one of its own."""
 
 
 @pytest.fixture
-def flushing(library: ctypes.CDLL) -> Iterator[None]:
-    """Subnormals flushed to zero during the test, as such a library leaves them."""
-    torch.set_flush_denormal(True)
+def flushing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Subnormals flushed to zero during the test, as a library that was compiled with -ffast-math leaves them."""
+    flush = torch.set_flush_denormal
+    flush(True)
+    monkeypatch.setattr(torch, "set_flush_denormal", lambda on: None)
     yield
-    torch.set_flush_denormal(False)
+    flush(False)
 
 
-@pytest.mark.parametrize(("name", "part"), parts())
-def test_cpp_equals_eager(library: ctypes.CDLL, flushing: None, name: str, part: int) -> None:
-    fmt = schemes.make(name).format(SLOT)
-    words, out = all_words(fmt), torch.full((256,), float("nan"))
-    getattr(library, f"{name}_{part}")(ctypes.c_void_p(words.data_ptr()), ctypes.c_void_p(out.data_ptr()))
-    eager = expected(fmt, part)
-    finite = eager.isfinite()
-    assert finite.sum() >= 254
-    assert torch.equal(out[finite], eager[finite])
+@pytest.mark.parametrize("name", CODED)
+def test_cpp_equals_eager_where_subnormals_are_flushed(flushing: None, name: str) -> None:
+    printed_expressions_equal_unpack(schemes.make(name))
 
 
-def compare_in_triton(folder: pathlib.Path) -> None:
-    """A kernel of every scheme and part, for one program of all words."""
-    lines = ["import triton", "import triton.language as tl"]
-    for name, part in parts():
-        fmt = schemes.make(name).format(SLOT)
-        lines += [
-            "@triton.jit", f"def {name}_{part}(W, O):", "    i = tl.arange(0, 256)", "    w = tl.load(W + i)",
-            f"    tl.store(O + i, {expressions.triton_expression(fmt, part, 'w')})",
-        ]
+def compare_in_triton(folder: pathlib.Path, names: tuple[str, ...]) -> None:
+    """A kernel of every part of every scheme, for one program of all words."""
+    lines, cases = ["import triton", "import triton.language as tl"], []
+    for name in names:
+        for fmt in formats(schemes.make(name)):
+            for part in range(fmt.parts):
+                lines += [
+                    "@triton.jit", f"def unpack_{len(cases)}(W, O, N: tl.constexpr):", "    i = tl.arange(0, N)", "    w = tl.load(W + i)",
+                    f"    tl.store(O + i, {expressions.triton_expression(fmt, part, 'w')})",
+                ]
+                cases.append((name, fmt, part))
     (folder / "kernels.py").write_text("\n".join(lines))
     spec = importlib.util.spec_from_file_location("kernels", folder / "kernels.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    for name, part in parts():
-        fmt, out = schemes.make(name).format(SLOT), torch.full((256,), float("nan"))
-        getattr(module, f"{name}_{part}")[(1,)](all_words(fmt), out)
-        eager = expected(fmt, part)
-        finite = eager.isfinite()
-        assert torch.equal(out[finite], eager[finite]), (name, part)
+    for index, (name, fmt, part) in enumerate(cases):
+        words = words_of(fmt)
+        out = torch.full((len(words),), float("nan"))
+        getattr(module, f"unpack_{index}")[(1,)](words, out, len(words))
+        compare(fmt, part, words, out, f"the Triton that is printed of {name}")
 
 
-def test_triton_equals_eager(tmp_path: pathlib.Path) -> None:
-    interpreted(compare_in_triton, tmp_path)
+@pytest.mark.parametrize("names", TOGETHER, ids=lambda names: names[0] if len(names) == 1 else "all")
+def test_triton_equals_eager(tmp_path: pathlib.Path, names: tuple[str, ...]) -> None:
+    interpreted(compare_in_triton, tmp_path, names)
 
 
 def test_dense_passes_words_through() -> None:

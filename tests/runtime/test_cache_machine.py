@@ -27,12 +27,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 from registry import SCHEMES as REGISTERED
-from registry import holds
 from torch.nn import functional as F
 
 import kvcompile
 from kvcompile import schemes
 from kvcompile.schemes import Scheme
+from kvcompile.testing.samples import holds
 from kvcompile.types import Role, SlotSpec
 
 pytestmark = pytest.mark.usefixtures("one_thread")

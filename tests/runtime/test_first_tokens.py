@@ -16,7 +16,6 @@ import torch
 from e2e_models import cache_of, llama, prompt
 from latent_models import LATENT_CASES
 from paged_models import PAGED_CASES
-from registry import normal
 from sliding_models import SLIDING_CASES
 from transformers import StaticCache
 
@@ -25,6 +24,7 @@ from kvcompile.lowering.ops.keep_first import keep_first_body
 from kvcompile.runtime.store.codec import decode, encode
 from kvcompile.runtime.store.store import Store, StoreSpec
 from kvcompile.schemes import parse
+from kvcompile.testing.samples import normal
 from kvcompile.types import Role, SlotSpec
 
 pytestmark = pytest.mark.usefixtures("one_thread", "fresh_dynamo")

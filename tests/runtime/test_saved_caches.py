@@ -55,15 +55,20 @@ def filled(scheme: Any) -> torch.Tensor:
     return model.k
 
 
-def schemes() -> list[Any]:
-    """Every scheme as it is by default, and ones that hold tables or scales of a model or more options."""
+def options() -> list[Any]:
+    """Schemes that hold tables or scales of a model or more options than the defaults, which a law of ``kvcompile.testing`` saves."""
     tables, scales = random_tables([""], groups=2), random_scales([""])
     assert isinstance(tables.tables, ModelTables)
+    return [tables, scales, "int8(sinks=4)", "kivi(rotate=kv)", "int4(rotate=k)"]
+
+
+def schemes() -> list[Any]:
+    """Every scheme of the package as it is by default, and those with more."""
     plain = [kind.name for kind in SCHEMES if kind.name != "beyond"]
-    return [*plain, "beyond(trained=False)", tables, scales, "int8(sinks=4)", "kivi(rotate=kv)", "int4(rotate=k)"]
+    return [*plain, "beyond(trained=False)", *options()]
 
 
-@pytest.mark.parametrize("scheme", schemes(), ids=str)
+@pytest.mark.parametrize("scheme", options(), ids=str)
 def test_a_cache_comes_back_from_torch_load(scheme: Any) -> None:
     keys = filled(scheme)
     assert type(keys).__name__ == "CompressedCache"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from registry import VARIANTS, normal, unwritten
+from registry import VARIANTS
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
 import kvcompile
@@ -19,6 +19,7 @@ from kvcompile.runtime.store.codec import decode
 from kvcompile.runtime.store.exact_window import rewind
 from kvcompile.runtime.store.store import Store, StoreSpec
 from kvcompile.schemes import Scheme, parse
+from kvcompile.testing.samples import normal, unwritten
 from kvcompile.types import Role, SlotSpec
 
 pytestmark = pytest.mark.usefixtures("one_thread")

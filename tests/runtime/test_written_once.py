@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from registry import SCHEMES, bound_of, holds, slot
+from registry import SCHEMES
 from torch.nn import functional as F
 
 import kvcompile
 from kvcompile.errors import SchemeError
 from kvcompile.schemes import Adaptive, Scheme
+from kvcompile.testing.bounds import bound_of
+from kvcompile.testing.samples import holds, slot
 from kvcompile.types import Role
 
 HEADS, DIM, CAPACITY = 2, 64, 320

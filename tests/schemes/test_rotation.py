@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from registry import normal, slot
 
 from kvcompile.errors import BadOption, HeadDimNotDivisible
 from kvcompile.extensions.squat import subspace as algebra
@@ -12,6 +11,7 @@ from kvcompile.lowering.ops.operations import append_body, rotate_channels
 from kvcompile.schemes import Scheme, make, parse
 from kvcompile.schemes.low_bit import LowBit
 from kvcompile.schemes.rotation import ORDERS, Rotation, rotate, rotation_matrix, signs, unrotate
+from kvcompile.testing.samples import normal, slot
 from kvcompile.types import Role, SlotSpec
 
 pytestmark = pytest.mark.usefixtures("one_thread")

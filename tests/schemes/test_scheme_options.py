@@ -11,12 +11,13 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from registry import SCHEMES, each_scheme, slot
+from registry import SCHEMES, each_scheme
 
 from kvcompile import schemes
 from kvcompile.errors import BadOption, HeadDimNotDivisible, SchemeError, UnknownOption, UnknownScheme
 from kvcompile.passes.plan.policy import policy_of
 from kvcompile.schemes import Int4, Kivi, Planes, Scheme, make, parse
+from kvcompile.testing.samples import slot
 from kvcompile.types import Role
 
 OPTIONS = [(cls, field) for cls in SCHEMES for field in cls.options()]

@@ -9,7 +9,6 @@ import pytest
 import torch
 from e2e_layers import cache_of, llama
 from learned_tables import llama_paths, random_table, random_tables
-from registry import normal
 
 import kvcompile
 from kvcompile.errors import BadTables, TablesMissing
@@ -19,6 +18,7 @@ from kvcompile.lowering.ops.operations import append_body, read_back_body
 from kvcompile.lowering.ops.sliding import unroll_body
 from kvcompile.schemes import Beyond, parse
 from kvcompile.schemes.asymmetric import Axis, Kivi
+from kvcompile.testing.samples import normal
 from kvcompile.types import Role, SlotSpec
 
 pytestmark = pytest.mark.usefixtures("one_thread", "fresh_dynamo")
@@ -78,7 +78,7 @@ def test_a_random_table_decodes_by_the_formula() -> None:
 
 
 def test_the_bound_of_learned_tables_holds_and_is_near() -> None:
-    from registry import bound_of
+    from kvcompile.testing.bounds import bound_of
 
     x = normal(3, 2, 300, 64, seed=11)
     for seed in range(4):

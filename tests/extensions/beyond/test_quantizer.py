@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from learned_tables import random_table
-from registry import normal
 
 from kvcompile.extensions.beyond.learning.projection import isotonic, ordered
 from kvcompile.extensions.beyond.learning.quantizer import (
@@ -20,6 +19,7 @@ from kvcompile.extensions.beyond.learning.quantizer import (
 from kvcompile.extensions.beyond.tables import Table, uniform_table
 from kvcompile.lowering.ops.operations import read_back_body
 from kvcompile.schemes import Beyond
+from kvcompile.testing.samples import normal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from registry import DTYPES, bound_of, normal, round_trip, slot
 
 from kvcompile.errors import BadOption, HeadDimNotDivisible
 from kvcompile.extensions.certified.scheme import BLOCK, ORIGINALS, Certified
@@ -16,6 +15,8 @@ from kvcompile.lowering.certificate.bound_printer import aten
 from kvcompile.schemes import parse
 from kvcompile.schemes.certificate import bounds
 from kvcompile.schemes.certificate.policy import EXACT, NAIVE, Certify, Fallback, parse_policy
+from kvcompile.testing.bounds import bound_of
+from kvcompile.testing.samples import DTYPES, normal, round_trip, slot
 from kvcompile.types import PAGE, KeyOrValue, Role, SlotSpec
 
 NOTES = 3

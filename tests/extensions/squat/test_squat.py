@@ -13,7 +13,6 @@ import torch
 from e2e_models import IndexCopyAttribute, TrilMask
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from registry import normal
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
@@ -30,6 +29,7 @@ from kvcompile.lowering.ops.operations import calibrate_body
 from kvcompile.runtime.store.codec import decode
 from kvcompile.runtime.store.store import Store, StoreSpec
 from kvcompile.schemes import Kivi, Squat, make, parse
+from kvcompile.testing.samples import normal
 from kvcompile.types import Extent, Role, SlotSpec
 
 pytestmark = pytest.mark.usefixtures("one_thread")

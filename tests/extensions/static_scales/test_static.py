@@ -8,7 +8,6 @@ import pytest
 import torch
 from e2e_layers import cache_of, llama
 from learned_tables import llama_paths
-from registry import bound_of, normal
 from static_scales import random_scales, random_slot
 
 import kvcompile
@@ -21,6 +20,8 @@ from kvcompile.lowering.ops.operations import append_body, decodable
 from kvcompile.lowering.ops.sliding import unroll_body
 from kvcompile.schemes import Fp8, Int8, parse
 from kvcompile.schemes.symmetric import stored_scale
+from kvcompile.testing.bounds import bound_of
+from kvcompile.testing.samples import normal
 from kvcompile.types import Granularity, Role, SlotSpec
 
 pytestmark = pytest.mark.usefixtures("one_thread", "fresh_dynamo")

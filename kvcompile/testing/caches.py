@@ -1,0 +1,177 @@
+"""Laws of caches: a compiled attention fills one of a scheme; it is cropped, reordered, copied and saved as a tensor is, and goes on."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from kvcompile.backend import backend
+from kvcompile.runtime.handle.tensor import CompressedCache, decoded
+from kvcompile.schemes import Scheme
+from kvcompile.testing.laws import Over, law, unlike
+from kvcompile.testing.samples import fitting, normal
+from kvcompile.testing.storage import store_error
+from kvcompile.types import Role
+
+HEADS, GROUPS, ROWS, CAPACITY = 2, 2, 3, 200
+PROMPT, STEPS = 100, (1, 1, 3, 30, 1)
+CROPPED = 3
+"""Tokens that are taken back; no window is so small."""
+
+
+class Buffers(nn.Module):
+    """One attention over buffers of a fixed capacity."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+
+    def __init__(self, rows: int, head_dim: int, capacity: int = CAPACITY) -> None:
+        super().__init__()
+        for name in ("k", "v"):
+            self.register_buffer(name, torch.zeros(rows, HEADS, capacity, head_dim, device="cpu"))
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        """Write keys and values at positions [S] and attend to all tokens up to each query's own."""
+        keys, values = self.k.index_copy_(2, pos, k), self.v.index_copy_(2, pos, v)
+        seen = torch.arange(keys.shape[2], device="cpu") <= pos[:, None]
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=seen, enable_gqa=True)
+
+
+class Grown(nn.Module):
+    """One attention over keys and values that every call appends to; it computes them, as a model does, times one."""
+
+    one: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("one", torch.ones((), device="cpu"))
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, past: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        """Append keys and values to ``past`` and attend to all tokens up to each query's own."""
+        keys, values = k * self.one, v * self.one
+        if past is not None:
+            keys, values = torch.cat([past[0], keys], 2), torch.cat([past[1], values], 2)
+        tokens = keys.shape[2]
+        seen = torch.arange(tokens, device="cpu") <= torch.arange(tokens - q.shape[2], tokens, device="cpu")[:, None]
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=seen, enable_gqa=True), (keys, values)
+
+
+def inputs(head_dim: int, tokens: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return queries, keys and values of a sequence."""
+    q, k, v = (normal(ROWS, heads, tokens, head_dim, seed=seed + at) for at, heads in enumerate((HEADS * GROUPS, HEADS, HEADS)))
+    return q / 4, k, v
+
+
+def compiled(module: nn.Module, scheme: Scheme, inner: str = "eager") -> Callable[..., Any]:
+    """Compile a module over a cache of a scheme; an attention that cannot be rewritten is an error."""
+    torch.compiler.reset()
+    return torch.compile(module, backend=backend(scheme, inner=inner, strict=True))
+
+
+def grown(scheme: Scheme, calls: tuple[int, ...]) -> tuple[Callable[..., Any], list[torch.Tensor], tuple[torch.Tensor, ...]]:
+    """Compile an attention over a growing cache and feed it a sequence; the attention, its cache, and the sequence."""
+    run = compiled(Grown(), scheme)
+    given = inputs(fitting(scheme).head_dim, sum(calls))
+    past: tuple[torch.Tensor, ...] | None = None
+    start = 0
+    with torch.no_grad():
+        for count in calls:
+            _, past = run(*(x[:, :, start : start + count] for x in given), past)
+            start += count
+    assert past is not None
+    for cache in past:
+        if not isinstance(cache, CompressedCache):
+            unlike("a compressed cache", type(cache).__name__)
+    return run, list(past), given
+
+
+def hold(scheme: Scheme, caches: list[torch.Tensor], expected: tuple[torch.Tensor, ...], roundings: int = 1) -> None:
+    """Hold caches to the tokens that they must hold, each rounded ``roundings`` times at most."""
+    for cache, x, role in zip(caches, expected, Role, strict=True):
+        made, found = scheme.for_role(role), decoded(cache)
+        if found.shape != x.shape:
+            unlike(f"a cache of {x.shape[2]} tokens", f"one of {found.shape[2]}")
+        if made.bound(fitting(made)) is None:
+            if not torch.isfinite(found).all():
+                unlike("numbers", "NaN or Inf in a cache")
+            continue
+        assert isinstance(cache, CompressedCache)
+        store = next(iter(cache._kv.stores.values()))
+        allowed = roundings * store_error(made, store, x) + 1e-6
+        error = (found - x).double()
+        error = error.abs() if made.rotation(store.spec.slot) is None else torch.linalg.vector_norm(error, dim=-1, keepdim=True)
+        if not (error <= allowed).all():
+            unlike(f"the tokens of a cache within {roundings} times the bound", f"{float((error - allowed).max()):.3g} over it")
+
+
+@law(Over.DEFAULT, "let what a store decodes to be what attention was given, in calls of any length")
+def a_compiled_attention_fills_a_cache(scheme: Scheme) -> None:
+    """Prompt and steps are attended to and held, in a cache of fixed capacity and in one that grows."""
+    _, caches, (_, keys, values) = grown(scheme, (PROMPT, *STEPS))
+    hold(scheme, caches, (keys, values))
+    width = fitting(scheme).head_dim
+    module = Buffers(ROWS, width)
+    run, given, start = compiled(module, scheme), inputs(width, PROMPT + sum(STEPS)), 0
+    exact = F.scaled_dot_product_attention(*given, is_causal=True, enable_gqa=True)
+    with torch.no_grad():
+        for count in (PROMPT, *STEPS):
+            part = slice(start, start + count)
+            found = run(*(x[:, :, part] for x in given), torch.arange(start, start + count, device="cpu"))
+            start += count
+            if not torch.isfinite(found).all() or found.shape != exact[:, :, part].shape:
+                unlike("numbers of the dense attention's shape", f"{tuple(found.shape)}, all finite: {bool(torch.isfinite(found).all())}")
+            first = (found - exact[:, :, part]).abs().max()
+            if count == PROMPT and not scheme.prefill_reads_codes and not first <= 1e-4:
+                unlike("a first call that attends to its own tokens in full precision", f"an error of {float(first):.3g}")
+
+
+@law(Over.DEFAULT, "let the scheme be made again from its fields: dataclasses and enums of plain values, defined in a module")
+def a_saved_cache_comes_back(scheme: Scheme) -> None:
+    """``torch.load``, with ``weights_only`` as by default, gives back what ``torch.save`` wrote; so does a deep copy."""
+    _, caches, _ = grown(scheme, (PROMPT, 1))
+    for cache in caches:
+        file = io.BytesIO()
+        torch.save({"cache": cache}, file)
+        file.seek(0)
+        for back in (torch.load(file)["cache"], copy.deepcopy(cache)):
+            if type(back) is not type(cache) or repr(back) != repr(cache):
+                unlike(repr(cache), repr(back))
+            if not torch.equal(decoded(back), decoded(cache)):
+                unlike("the values that were saved", "others")
+
+
+@law(Over.DEFAULT, "let a token's codes depend on its own batch row alone, and `layout` give every plane its batch rows")
+def a_reordered_cache_holds_its_rows(scheme: Scheme) -> None:
+    """Rows that are selected, as beams are, hold what they held, and a step goes on from them."""
+    run, caches, (q, keys, values) = grown(scheme, (PROMPT, 1))
+    rows = torch.tensor([2, 0, 0], device="cpu")
+    before = [decoded(cache) for cache in caches]
+    chosen = [cache.index_select(0, rows) for cache in caches]
+    for cache, dense in zip(chosen, before, strict=True):
+        if not torch.equal(decoded(cache), dense[rows]):
+            unlike("the rows that were selected", "others")
+    with torch.no_grad():
+        _, past = run(*(x[:, :, :1] for x in (q, keys, values)), tuple(chosen))
+    hold(scheme, list(past), tuple(torch.cat([x[rows], x[:, :, :1]], 2) for x in (keys, values)))
+
+
+@law(Over.DEFAULT, "encode a block once its last token is there, from the originals that the window keeps of it")
+def a_cropped_cache_goes_on(scheme: Scheme) -> None:
+    """Tokens that are taken back, as of a refused draft, are forgotten, and others take their place."""
+    if scheme.in_order and not (scheme.window or scheme.for_role(Role.KEY).window):
+        return
+    run, caches, (q, keys, values) = grown(scheme, (PROMPT, CROPPED, 1))
+    kept = PROMPT + 1
+    short = tuple(cache[:, :, :kept] for cache in caches)
+    with torch.no_grad():
+        _, past = run(*(-x[:, :, kept : kept + CROPPED] for x in (q, keys, values)), short)
+    expected = tuple(torch.cat([x[:, :, :kept], -x[:, :, kept : kept + CROPPED]], 2) for x in (keys, values))
+    hold(scheme, list(past), expected, roundings=2)
