@@ -11,13 +11,16 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from registry import PLAIN
 from torch._inductor.utils import run_and_get_code
 from torch.testing import FileCheck
 
 from kvcompile import schemes
 from kvcompile.lowering import inductor
+from kvcompile.lowering.attend_kernels import CPP, AttendFacts
 from kvcompile.lowering.ops import operations as ops
 from kvcompile.lowering.ops.operands import AttendOperands
+from kvcompile.testing.samples import holds
 from kvcompile.types import PAGE, Role, SlotSpec
 
 pytestmark = pytest.mark.compile
@@ -76,6 +79,20 @@ CASES = {
     "int8_int4_filled_bias": Case("int8", "int4", torch.bfloat16, 1, 4, 64, 64, "bias fill lo", shapes=((2, 1), (1, 5))),
     "dense_fp8_half": Case("dense", "fp8(granularity=group)", torch.float16, 1, 4, 64, 96, "lo keep bool headbias", 0.0, ((1, 5),)),
 }
+
+
+def any_case(scheme: schemes.Scheme) -> Case | None:
+    """A case of a scheme that has none here, where the template knows it: one query and several, under a mask."""
+    halves = [(scheme.for_role(role), role) for role in Role]
+    width = next(dim for dim in (64, 80, 128, 256) if all(holds(half, SlotSpec(2, dim, torch.float32, role)) for half, role in halves))
+    slots = tuple((half.spec(), SlotSpec(2, width, torch.float32, role)) for half, role in halves)
+    if CPP.gap(AttendFacts("cpu", slots, exact_newest=scheme.window > 0)) is not None:
+        return None
+    return Case(slots[0][0], slots[1][0], torch.float32, 2, 3, width, width, "keep lo", shapes=((2, 1), (1, 5)))
+
+
+NAMED = {text.partition("(")[0] for case in CASES.values() for text in (case.keys, case.values)}
+CASES |= {kind.name: case for kind in PLAIN if kind.name not in NAMED and (case := any_case(kind())) is not None}
 
 
 def store(x_BKTD: torch.Tensor, spelled: str) -> list[torch.Tensor]:

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from interpreted import interpreted
-from test_triton_attend import Case, allow_ranges_over_scalars, check, kept_tokens, operands, poison_rejected
+from registry import PLAIN
+from test_triton_attend import Case, allow_ranges_over_scalars, both_hold, check, kept_tokens, operands, poison_rejected
 
 from kvcompile import schemes
+from kvcompile.lowering.attend_kernels import PREFILL, AttendFacts
 from kvcompile.lowering.decode import offline
 from kvcompile.lowering.decode.config import Masks, Tile
 from kvcompile.lowering.ops.operands import AttendOperands
@@ -21,11 +23,26 @@ from kvcompile.lowering.prefill import offline as prefill_offline
 from kvcompile.lowering.prefill.config import PrefillConfig, normalized
 from kvcompile.types import Role, SlotSpec, pages_for
 
-RUNS = (("dense", "fp8"), ("int8",), ("int4",), ("kivi", "kivi(bits=4)"), ("early",))
-"""Schemes that one process takes."""
+NAMED = (("dense", "fp8"), ("int8",), ("int4",), ("kivi", "kivi(bits=4)"), ("early",))
+"""Schemes that one process takes, whose cases try what the template does with them."""
 
-SHORT = ("fp8", "kivi(bits=4)")
-"""Schemes that differ from the one before by their codes alone: a few cases."""
+
+def known(scheme: schemes.Scheme) -> bool:
+    """Whether the template reads a scheme's planes itself; chunks of what stands in tables are decoded ahead of it (``test_chunked``)."""
+    made = [(scheme.for_role(role), SlotSpec(1, 64, torch.float16, role)) for role in Role]
+    if not both_hold(scheme, 64) or any(half.format(slot).levels for half, slot in made):
+        return False
+    facts = AttendFacts("cuda", tuple((half.spec(), slot) for half, slot in made), torch.float16, rows=80, exact_newest=scheme.window > 0)
+    words = [half.format(slot).word_dtype for half, slot in made]
+    config = PrefillConfig(made[0][0].spec(), made[1][0].spec(), 64, 64, 1, 4, torch.float16, words[0], words[1], 0.2, tile=Tile(64, 32))
+    return PREFILL.gap(facts) is None and config.fits
+
+
+RUNS = (*NAMED, *((kind.name,) for kind in PLAIN if kind.name not in itertools.chain(*NAMED) and known(kind())))
+"""Those and all that are registered: one that is not named has a few cases."""
+
+SHORT = ("fp8", "kivi(bits=4)", *(name for names in RUNS[len(NAMED) :] for name in names))
+"""Schemes of few cases: they differ from others by their codes alone."""
 TILE = Tile(64, 32, False, 4, 2)
 LARGE = Tile(128, 16, False, 4, 2)
 

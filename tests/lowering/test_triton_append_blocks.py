@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from interpreted import interpreted
+from registry import SCHEMES
 from test_triton_append import CONSTANTS, POINTERS, assert_same, fuse
 
 from kvcompile import schemes
@@ -21,6 +22,12 @@ CASES = (
     ("kivi(bits=4,group=16,window=64,scale_dtype=float32)", 64, torch.float32, 1), ("squat(lam=0.0)", 128, torch.float16, 2),
     ("normed", 64, torch.float16, 2), ("normed(bits=4,group=16,window=64,scale_dtype=float32)", 64, torch.float32, 2),
 )
+NAMED = {case[0].partition("(")[0] for case in CASES}
+CASES += tuple(
+    (kind.name, 64, torch.float16, 2) for kind in SCHEMES
+    if kind.name not in NAMED and kind().window and all(kind().for_role(role).minmax(64) is not None for role in Role)
+)
+"""Those, and registered schemes with a window that let the kernels encode."""
 # Tokens of the calls, one behind the other: less than a window, a window, more.
 PIECES = ((7, 32, 75), (114,))
 
@@ -96,9 +103,9 @@ def compare(case: int) -> None:
                 assert_same((*mine, *given), (*planes, *body), (half, dim, dtype, rows, origin, pieces, index))
 
 
-@pytest.mark.parametrize("case", range(len(CASES)))
+@pytest.mark.parametrize(("text", "case"), [(item[0], index) for index, item in enumerate(CASES)])
 @pytest.mark.timeout(300)
-def test_the_kernels_are_the_body_bit_for_bit(case: int) -> None:
+def test_the_kernels_are_the_body_bit_for_bit(text: str, case: int) -> None:
     pytest.importorskip("triton")
     interpreted(compare, case)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from interpreted import interpreted
+from registry import PLAIN
 from test_triton_append import assert_same, fuse
 
 from kvcompile import schemes
@@ -29,6 +30,9 @@ CASES = (
     ("int4(scale_dtype=float32)", 64, torch.float32),
 )
 KV, BATCH, COUNT, PAGES = 3, 2, 77, 2
+NAMED = {text.partition("(")[0] for text, _, _ in CASES}
+OTHERS = tuple((kind.name, 128, torch.bfloat16) for kind in PLAIN if kind.name not in NAMED and kind().absmax(128) is not None)
+"""Registered schemes that let the kernel encode and have no case of their own."""
 
 
 def tokens(seed: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
@@ -71,12 +75,12 @@ def one_nan(planes: list[torch.Tensor], text: str) -> list[torch.Tensor]:
     return [torch.where((codes & 127) == 127, 127, codes) if text.startswith("fp8") else codes, scales]
 
 
-def compare() -> None:
+def compare(cases: tuple[tuple[str, int, torch.dtype], ...]) -> None:
     """Every plane of both slots, bit for bit, for one position of all rows or each row's own; both for the first of every word."""
     from kvcompile.lowering.append import rows as kernels
 
     fuse()
-    for seed, (text, dim, dtype) in enumerate(CASES):
+    for seed, (text, dim, dtype) in enumerate(cases):
         scheme = schemes.parse(text).spec()
         new = [tokens(2 * seed + index, dim, dtype) for index in range(2)]
         for batch in (1, BATCH) if seed < 3 else (1 + seed % BATCH,):
@@ -98,9 +102,10 @@ def compare() -> None:
 
 
 @pytest.mark.timeout(600)
-def test_the_kernel_is_the_body_bit_for_bit() -> None:
+@pytest.mark.parametrize("cases", [CASES, *((case,) for case in OTHERS)], ids=lambda cases: cases[0][0] if len(cases) == 1 else "named")
+def test_the_kernel_is_the_body_bit_for_bit(cases: tuple[tuple[str, int, torch.dtype], ...]) -> None:
     pytest.importorskip("triton")
-    interpreted(compare)
+    interpreted(compare, cases)
 
 
 @pytest.mark.parametrize("scheme", ["dense", "kivi", "int8(granularity=tensor)", "int4(granularity=token)"])

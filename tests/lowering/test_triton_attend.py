@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from interpreted import interpreted
+from registry import PLAIN
 
 from kvcompile import schemes
 from kvcompile.lowering.decode import offline
@@ -18,9 +19,13 @@ from kvcompile.lowering.ops.kept_tokens import kept_tokens as kept_of_runs
 from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.lowering.ops.operations import attend_body
 from kvcompile.schemes.asymmetric import UNPACK
+from kvcompile.testing.samples import holds
 from kvcompile.types import PAGE, Extent, KernelFormat, Layout, PlaneSpec, Role, SlotSpec, pages_for
 
-SCHEMES = ("dense", "int8", "fp8", "int4", "kivi", "lookup", "beyond", "int8-static", "fp8-static", "early", "normed", "padded")
+NAMED = ("dense", "int8", "fp8", "int4", "kivi", "lookup", "beyond", "int8-static", "fp8-static", "early", "normed", "padded")
+"""Schemes whose cases try what the template does with them, and what schemes share."""
+SCHEMES = (*NAMED, *(scheme.name for scheme in PLAIN if scheme.name not in NAMED))
+"""Those and all that are registered: one that is not named has the cases of ``any_cases``."""
 
 FILL = -1.5
 """A score among those of visible tokens."""
@@ -106,6 +111,8 @@ def cases(scheme: str) -> list[Case]:
         return tabled_cases()
     if scheme in OPTIONS:
         return OPTIONS[scheme]()
+    if scheme not in NAMED:
+        return any_cases(scheme)
     base = Case(scheme, scheme)
     wide = Tile(block_t=128, block_r=16, tokens_first=False)
     found = [dataclasses.replace(base, T=T, B=B) for T, B in ((1, 1), (63, 3), (64, 1), (200, 3))]
@@ -144,6 +151,19 @@ def cases(scheme: str) -> list[Case]:
         found += [dataclasses.replace(base, key="int8(granularity=group,group=16)", value="int4(granularity=token)", D=128),
                   dataclasses.replace(base, key="int4(group=16)", value="int4(group=16)", D=80, Dv=80)]
     return found
+
+
+def any_cases(scheme: str) -> list[Case]:
+    """One token and several, grouped heads, odd widths, masks and dtypes, for a scheme that nothing else is known of."""
+    made = schemes.parse(scheme)
+    wide, odd = (next(dim for dim in dims if both_hold(made, dim)) for dims in ((128, 64, 256), (80, 96, 64, 128, 256)))
+    base = Case(scheme, scheme, D=wide, Dv=wide, tile=Tile(block_t=32), exact_newest=40 if made.window else 0)
+    return [
+        dataclasses.replace(base, T=130, B=3), dataclasses.replace(base, T=200, B=2, G=7, K=2, D=odd, Dv=odd, lo=True, keep=True),
+        dataclasses.replace(base, T=150, S=5, B=2, tile=Tile(32, 16, True), sinks=True, softcap=5.0),
+        dataclasses.replace(base, T=100, S=20, tile=Tile(32, 32, False), bias=Bias.ADDED), dataclasses.replace(base, T=70, magnitude=1e-3),
+        dataclasses.replace(base, T=130, dtype=torch.float32, outlier=True), dataclasses.replace(base, T=300, B=2, fronts=(170, 33)),
+    ]
 
 
 def asymmetric_cases(scheme: str) -> list[Case]:
@@ -254,6 +274,11 @@ def padded_cases() -> list[Case]:
         Case("nf4", "beyond", T=200, B=2, fronts=(60, 60), exact_first=5, exact_first_at=60, tile=fine),
         Case("nf4", "nf4", T=600, B=3, fronts=(1, 100, 0), splits=9, shares=2, tile=fine),
     ]
+
+
+def both_hold(scheme: schemes.Scheme, head_dim: int) -> bool:
+    """Whether keys and values of some width can be held."""
+    return all(holds(scheme.for_role(role), SlotSpec(1, head_dim, torch.float16, role)) for role in Role)
 
 
 OPTIONS = {"early": early_cases, "normed": normed_cases, "padded": padded_cases}
@@ -518,8 +543,8 @@ def compare_nan() -> None:
     """A query of NaN, which a rewritten graph makes of one that sees places behind its store, gives NaN, and others what they gave."""
     allow_ranges_over_scalars()
     for scheme in SCHEMES:
-        tabled = scheme in {"kivi", "lookup", "beyond", "early", "normed", "padded"}
-        case = dataclasses.replace(cases(scheme)[0] if tabled else Case(scheme, scheme), B=2, T=100)
+        plain = scheme in {"dense", "int8", "fp8", "int4", "int8-static", "fp8-static"}
+        case = dataclasses.replace(Case(scheme, scheme) if plain else cases(scheme)[0], B=2, T=100)
         args = operands(case)
         plain = run_kernel(case, args)
         out = run_kernel(case, {**args, "q": torch.where(torch.arange(case.B)[:, None, None, None] == 1, float("nan"), args["q"])})
