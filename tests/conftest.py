@@ -1,4 +1,4 @@
-"""What all tests share: skips with a reason, few threads, a clean Dynamo, ``--accept``, ``--unpatched``."""
+"""What all tests share: skips with a reason, few threads, a clean Dynamo, and what the options of ``conftest.py`` above do."""
 
 from __future__ import annotations
 
@@ -46,20 +46,30 @@ FIRST = ("certified", "triton", "prefill", "chunked", "cpp", "inductor")
 """Parts of the names of tests that compile kernels or interpret them: tens of seconds, so they do not come last."""
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--accept`` writes what the golden tests see instead of comparing it; ``--unpatched`` leaves torch as users have it."""
-    parser.addoption("--accept", action="store_true", default=False, help="write the golden files instead of comparing with them")
-    parser.addoption("--unpatched", action="store_true", default=False, help="replace no part of torch by a faster one")
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """Make torch faster for the run, ahead of all that tests import."""
     if not config.getoption("--unpatched"):
         faster_torch.install()
+    if config.getoption("--module"):
+        os.environ["KVCOMPILE_TRIED_MODULE"] = config.getoption("--module")
+    if config.getoption("--scheme"):
+        # Read when `registry` is imported, here and in processes that tests start.
+        given = config.getoption("--scheme")
+        paths = [str(config.invocation_params.dir / text) if text.endswith(".py") else text for text in given]
+        os.environ["KVCOMPILE_TRIED_SCHEMES"] = "\n".join(paths)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that take long come first; ``SLOW`` ones are marked so; without a device those marked ``gpu`` are skipped, with the reason."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that take long come first; ``SLOW`` ones are marked so; without a device those marked ``gpu`` are skipped, with the reason.
+
+    With ``--scheme`` those alone are left that have a scheme of it, or a setting of one, as a parameter; with ``--module`` those of it.
+    """
+    if config.getoption("--scheme") or config.getoption("--module"):
+        from registry import concerns
+
+        asked = {item for item in items if any(map(concerns, getattr(getattr(item, "callspec", None), "params", {}).values()))}
+        config.hook.pytest_deselected(items=[item for item in items if item not in asked])
+        items[:] = [item for item in items if item in asked]
     items.sort(key=lambda item: not any(part in item.nodeid for part in FIRST))
     for item in items:
         if item.nodeid in SLOW:

@@ -1,0 +1,16 @@
+"""Options of the tests. They stand here since ``pytest --scheme file.py`` reads that file's folders, and no others, before its options."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options; ``tests/conftest.py`` says what they do."""
+    parser.addoption("--accept", action="store_true", default=False, help="write the golden files instead of comparing with them")
+    parser.addoption("--unpatched", action="store_true", default=False, help="replace no part of torch by a faster one")
+    parser.addoption(
+        "--scheme", action="append", default=[], metavar="FILE",
+        help="run what takes a scheme, for those that this file defines alone, or for a registered one by its name",
+    )
+    parser.addoption("--module", default="", metavar="NAME", help="run a module of tests/support/models/e2e_models.py under every scheme")
