@@ -1,4 +1,4 @@
-"""Options of the tests. They stand here since ``pytest --scheme file.py`` reads that file's folders, and no others, before its options."""
+"""Options of the tests. They stand here since pytest, given ``--scheme examples/file.py``, looks for options above ``examples``."""
 
 from __future__ import annotations
 

@@ -39,7 +39,15 @@ NORM = sympy.Symbol("norm", nonnegative=True)
 
 @dataclasses.dataclass(frozen=True)
 class Scheme(abc.ABC):
-    """How one slot is encoded. Subclasses are frozen dataclasses whose fields are the options."""
+    """How one slot is encoded. Subclasses are frozen dataclasses whose fields are the options.
+
+    Four members are yours to write: ``layout``, ``format``, ``encode`` and ``bound``. Three more if they apply: ``largest``, if scales
+    overflow before float32 does; ``check``, for head dims that cannot be held; ``variants``, the settings that tests try. Every other
+    member has a default that holds of a scheme that encodes each token by itself and keeps none in full precision.
+
+    Scales must neither overflow nor underflow the dtype that they are stored in: ``symmetric.stored_scale`` rounds them up and keeps
+    them above zero. ``kvcompile.testing.conformance`` tries all that is expected of a scheme.
+    """
 
     name: ClassVar[str]
     window = 0

@@ -1,6 +1,6 @@
 """The registry as test parameters: every scheme joins every test of all schemes by being registered, the example's too.
 
-``pytest --scheme file.py`` adds the schemes of a file; it and ``--module`` are in the environment, for processes that tests start too.
+``pytest --scheme=file.py`` adds the schemes of a file; it and ``--module`` are in the environment, for processes that tests start too.
 """
 
 from __future__ import annotations
