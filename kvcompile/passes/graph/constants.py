@@ -1,4 +1,4 @@
-"""Plain numbers behind graph values: literals, filled scalars, lifted constants."""
+"""Constants: numbers that graph values are known to equal, from literals, filled scalars and lifted constants."""
 
 from __future__ import annotations
 

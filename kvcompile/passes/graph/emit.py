@@ -81,7 +81,7 @@ class Emitter:
         return node
 
     def heads(self, node: fx.Node, roles: Sequence[str], rest: Sequence[str], heads: int, groups: int) -> fx.Node:
-        """Emit [B, H, *rest] from dims with any mix of B, H, K, G, flattened or not; a missing one of K and G is broadcast."""
+        """Emit [B, H, *rest] from dims with any mix of B, H, K, G, flattened or not; a missing B or head dim has size 1."""
         node, current = self.apart(node, roles, {"H": heads, "K": heads // groups, "G": groups})
         if not {"K", "G"} & set(current):
             return self.arrange(node, current, ["B", "H", *rest])

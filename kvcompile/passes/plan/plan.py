@@ -142,8 +142,8 @@ class SlotPlan:
 class SitePlan:
     """A site with its planned slots; ``key`` and ``value`` are one plan if a latent serves as both.
 
-    ``extra_key``: a second slot of key channels, or None. ``certify``: each decode step adds its error report to the keys' last plane and
-    counts steps beyond these budgets; None for no report.
+    ``extra_key``: a second slot of key channels, or None. ``certify``: every step over codes adds its error report to the keys' last
+    plane, counting excesses over these budgets; None for no report.
     """
 
     site: Site

@@ -1,4 +1,4 @@
-"""Tensors of masks and limits in the rewritten graph, cut to the batch rows and queries of a call."""
+"""Call rows: mask and limit tensors of the rewritten graph, cut to the batch rows and queries of a call."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from kvcompile.passes.match.sites import Site
 
 
 def rows_of_call(emit: Emitter, origin: fx.Node, roles: Sequence[str], site: Site) -> fx.Node:
-    """Return a tensor of the captured graph with as many batch rows and queries as the site's queries have, or one where it has one.
+    """Emit a tensor of the captured graph cut to the batch rows and queries of the site's queries; dims of size 1 stay.
 
-    A model may index a mask by ``arange(batch)``, which reads its first rows and says nothing about how many it has.
+    A model may index a mask by ``arange(batch)``, which reads its first rows without revealing how many it has.
     """
     attention, node = site.attention, emit.copies[origin]
     for dim, (role, size) in enumerate(zip(roles, value_of(origin).shape, strict=True)):
-        # Batch rows that are folded with heads are not counted apart.
+        # Batch rows that are flattened with heads have no size of their own.
         if same(size, 1) or not (role == "S" or (role == "B" and role in attention.q_roles)):
             continue
         wanted = size_along(attention.q, attention.q_roles, role, attention.folded)

@@ -88,7 +88,7 @@ class PagedCaches:
     # --- reading ---------------------------------------------------------------------------------
 
     def gathered(self, emit: Emitter, slot: SlotPlan, planes: list[fx.Node], device: torch.device, batch: Any) -> list[fx.Node]:
-        """Emit the gathers from the planes ``planes``, [1, B, K, T, width] each, at the model's own gather."""
+        """Emit the gather of a slot's ``planes``; return the gathered planes that attention reads, [1, B, K, T, width] each."""
         table = slot.slot.block_table
         assert table is not None
         key = ("planes", table.gather, *planes)
