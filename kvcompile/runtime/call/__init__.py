@@ -1,1 +1,1 @@
-"""Call: a compiled graph bound to caches, from the arguments of a call to tokens that are counted."""
+"""Call: run a compiled graph on caches, from the arguments of a call to the recorded tokens."""

@@ -1,4 +1,4 @@
-"""Bind a rewritten graph: make the callable that finds the stores of each call's cache tensors and runs the compiled code."""
+"""Binding: make the callable that finds the stores of each call's cache tensors and runs the compiled code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvcompile.runtime.store.live_caches import LiveCaches
 
 
 def form_of(group: Group, mask_extent: MaskExtent) -> CacheForm:
-    """Return the form of the cache that a group of slots lives in."""
+    """Return the form of a group's cache tensor."""
     slot = group.any_binding.plan.slot
     if slot.block_table is not None:
         return Paged(group)
@@ -36,10 +36,10 @@ def bind(
     compile_variant: Callable[[Variant], tuple[Rewritten, Callable[..., Any]]], growth: Growth, live: LiveCaches,
     decoded: tuple[int, ...] = (), densified: Mapping[int, str] | None = None,
 ) -> BoundGraph:
-    """Return the callable of a captured graph whose planned sites are rewritten; ``first`` is any of its variants.
+    """Return the callable of a captured graph with rewritten sites; ``first`` is any of its variants.
 
-    ``compile_variant`` gives the compiled code of a variant when a call first needs it. ``decoded``: arguments that arrive compressed and
-    belong to no site, of which those in ``densified`` are written (see ``BoundGraph``).
+    ``compile_variant``: compiles a variant when a call first needs it. ``decoded``: indices of compressed arguments that belong to no site;
+    those in ``densified`` are written by the graph (see ``BoundGraph``).
     """
     by_root = {(slot.root, slot.axes.select): item for item in planned.sites for slot in item.site.slots}
     sites = [by_root[binding.plan.slot.root, binding.part] for binding in first.bindings]

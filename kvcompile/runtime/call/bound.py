@@ -1,7 +1,7 @@
-"""Run a bound graph: find the stores of the caller's cache tensors, choose the variant, call the compiled code, count the tokens.
+"""Bound graph: find the stores of the caller's cache tensors, select the variant, call the compiled code, record the tokens.
 
-All that happens here per step is host bookkeeping on plain integers. The only waits for the device are the two that are no decode steps:
-adopting a cache that arrives filled, and the first write into an empty one.
+All work here in a decode step is host bookkeeping on ints. The host waits for the device only outside of decode steps: to adopt a
+cache that arrives filled, and for the first write into an empty one.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from kvcompile.types import pages_for
 
 @dataclass
 class _CallStates:
-    """The states of one call: for each cache tensor its state, where its tokens start, how many come."""
+    """The state of each cache tensor in one call, the position and the number of its new tokens, and the undo of the call's writes."""
 
     states: list[CacheState]
     starts: list[int]
@@ -52,7 +52,7 @@ class _CallStates:
 
 
 class BoundGraph:
-    """A compiled graph with its stores bound at run time; the callable that Dynamo gets."""
+    """A compiled graph with its stores bound at run time: the callable that Dynamo gets."""
 
     def __init__(
         self, captured: Captured, forms: tuple[CacheForm, ...], pairs: tuple[tuple[int, int], ...],
@@ -70,8 +70,8 @@ class BoundGraph:
         self.calibration = UncalibratedWarner()
         self.states = States(captured, forms, growth, live, self.calibration)
         self.ropes = tuple(self.states.ropes.values())
-        # Only buffers written at positions that are not followed on the host step by step: counters of the graph's own, as long as
-        # nobody else moves them, or positions on a device, which would have to be waited for (see ``Linear.start``).
+        # Only buffers with positions that the host does not follow step by step: from the graph's own counters, as long as no other code
+        # moves them, or from positions on a device, which would have to be waited for (see ``Linear.start``).
         self.counters = positions.counters if positions is not None else ()
         counted = positions is not None and positions.counted
         self.trusted = all(form.takes_fast_path(counted and order.mask_extent.comes_from(form.group, self.counters)) for form in forms)
@@ -87,12 +87,12 @@ class BoundGraph:
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """The slots of the graph by cache tensor."""
+        """The graph's slots, grouped by cache tensor."""
         return tuple(form.group for form in self.forms)
 
     @property
     def created_only(self) -> bool:
-        """Whether this graph makes every cache that it writes."""
+        """Whether this graph creates every cache that it writes."""
         return self.choice.created_only
 
     @property
@@ -139,7 +139,7 @@ class BoundGraph:
                 raise
             if isinstance(error, CallRefused) and not isinstance(error, NotServed):
                 return self.dense.refused(self.forms, args, error, self.densified)
-            # A cache whose first call cannot be served is adopted by the next, unless that is what cannot be compiled.
+            # A cache whose first call cannot be served is adopted by the next call, unless PAST is the variant that cannot be compiled.
             out_of_order = OutOfOrder(
                 self.forms[0].group, str(error), not isinstance(error, CallRefused) and Variant.PAST in self.uncompiled
             )
@@ -150,7 +150,7 @@ class BoundGraph:
         return given
 
     def _fast_step(self, path: DecodeFastPath, states: Sequence[CacheState], args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Run a decode step that needs no check and no room."""
+        """Run a decode step on the fast path, which needs no checks and no new pages."""
         rewritten, compiled = self.variants[Variant.PAST]
         planes, slots = path.planes(states), path.cursors(states, rewritten.cursors)
         with Undo() as undo:
@@ -163,7 +163,7 @@ class BoundGraph:
         return self._results(results, self._given_back(args), rewritten)
 
     def _prepare(self, call: Call) -> _CallStates:
-        """Find every cache tensor's state, and where this call's tokens go."""
+        """Return the state of every cache tensor, with the position and number of this call's tokens. Raises LengthsDiffer."""
         step = _CallStates([], [], [], Undo())
         for form in self.forms:
             state = self.states.find(form, call, self._say_all_encoded)
@@ -179,12 +179,12 @@ class BoundGraph:
         return step
 
     def _say_all_encoded(self, form: CacheForm, tensor: torch.Tensor) -> None:
-        """Warn that all places of a dense cache are encoded, except in a trial."""
+        """Warn that all slots of a dense cache are encoded, except in a trial."""
         if self.dense is not None:
             warn_all_encoded(form, tensor)
 
     def _take_rows(self, step: _CallStates, call: Call) -> None:
-        """Let every state hold the batch rows of this call."""
+        """Park or join rows so that every state holds the batch rows of this call."""
         with step.undo:
             for form, state in zip(self.forms, step.states, strict=True):
                 parting = take_rows(state, form.rows(call))
@@ -192,7 +192,7 @@ class BoundGraph:
                     step.undo.then(parting)
 
     def _go_back(self, step: _CallStates, call: Call) -> None:
-        """Bring every state back to where this call's tokens start, or none; raises WindowPassed."""
+        """Roll every state back to the start of this call's tokens, or none of them. Raises WindowPassed."""
         with step.undo:
             for form, state, start in zip(self.forms, step.states, step.starts, strict=True):
                 if form.goes_back(state, start, call):
@@ -200,7 +200,7 @@ class BoundGraph:
                     state.rewind(form.rows_start(start, call))
 
     def _compute(self, step: _CallStates, call: Call) -> tuple[Rewritten, list[Any]]:
-        """Run the variant that serves a call; return it and what its compiled code gives."""
+        """Run the variant that serves a call; return it and the results of its compiled code."""
         variant = self.choice.of(step.states, step.starts, step.counts, call)
         if variant not in self.variants:
             try:
@@ -225,7 +225,7 @@ class BoundGraph:
         return rewritten, list(compiled(*[call.args[index] for index in rewritten.kept], *planes, *last))
 
     def _make_room(self, step: _CallStates, call: Call) -> None:
-        """Have enough pages in every store; all stores of a graph that grow alike have the same number of pages."""
+        """Allocate pages in every store for this call; stores of equal growth in a graph have the same number of pages."""
         pages: dict[Growing, int] = {}
         tokens: list[int] = []
         for form, state, start, count in zip(self.forms, step.states, step.starts, step.counts, strict=True):
@@ -238,14 +238,14 @@ class BoundGraph:
                 store.reserve(pages[form.growing], needed)
 
     def _cursors(self, rewritten: Rewritten, step: _CallStates) -> list[torch.Tensor]:
-        """Return the slots of the next tokens of sliding windows, as the compiled code takes them."""
+        """Return the cursors of sliding windows (the slots of their next tokens), as the compiled code takes them."""
         starts: dict[int, int] = {}
         for form, start in zip(self.forms, step.starts, strict=True):
             form.add_cursor(starts, start)
         return cursors(rewritten.cursors, starts, value_of(self.forms[0].group.root).device) if rewritten.cursors else []
 
     def _mark_checked(self, step: _CallStates, call: Call, rewritten: Rewritten) -> None:
-        """Let the next step of these caches take the short way, where nothing but their lengths can differ."""
+        """Mark these caches for the fast path, if later steps can differ only in lengths."""
         if rewritten.variant is not Variant.PAST or not self.trusted:
             return
         if self.fast_path is None:
@@ -254,7 +254,7 @@ class BoundGraph:
         self.fast_path.mark_checked(step.states)
 
     def _commit(self, step: _CallStates, call: Call, shapes: list[Any], results: list[Any], rewritten: Rewritten) -> tuple[Any, ...]:
-        """Count the new tokens; return the graph's results with the caches among them."""
+        """Record the new tokens; return the graph's results with the caches among them."""
         made: dict[int, Any] = {}
         moment = CounterSnapshot(call.counters)
         for form, state, start, count, shape in zip(self.forms, step.states, step.starts, step.counts, shapes, strict=True):
@@ -267,12 +267,12 @@ class BoundGraph:
         return self._results(results, {**made, **self._given_back(call.args)}, rewritten)
 
     def _given_back(self, args: tuple[Any, ...]) -> dict[int, Any]:
-        """Return by result the buffers that the graph returns as they came in."""
+        """Return by output index the buffers that the graph returns unchanged."""
         return {output: args[argument] for output, argument in self.returned}
 
     @staticmethod
     def _results(results: Any, made: dict[int, Any], rewritten: Rewritten) -> tuple[Any, ...]:
-        """Return the results of compiled code, with the caches among them."""
+        """Return the results of compiled code, with the caches of ``made`` inserted at their output indices."""
         if not made:
             return tuple(results)
         rest = iter(results)

@@ -1,4 +1,4 @@
-"""Calibration: which caches have planes that are computed from queries, and a warning where a cache is filled without them."""
+"""Calibration: caches with planes computed from queries, and a warning if a cache is filled without them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def calibrated(group: Group) -> set[Scheme]:
 
 
 class UncalibratedWarner:
-    """Warns once for a graph that a cache is filled without calibrated planes."""
+    """Warns, once for each graph, about a cache that is filled without calibrated planes."""
 
     def __init__(self) -> None:
         self.warned = False
 
     def missed(self, group: Group, why: str) -> None:
-        """Warn where the schemes of a group would have calibrated planes; ``why`` says how the cache was filled without."""
+        """Warn if schemes of a group would have calibrated planes; ``why``: how the cache was filled without calibration."""
         schemes = calibrated(group)
         if not schemes or self.warned:
             return

@@ -1,11 +1,11 @@
-"""Dense calls: run a graph without its rewrite where one of its cache tensors has to stay dense.
+"""Dense calls: run a graph without its rewrite if one of its cache tensors must stay dense.
 
-A store reads as zero where nothing was written. A dense tensor that arrives with anything else there (made of ones, by ``torch.empty``, or
-still holding an earlier request) would read back as something else, so that all of its places are encoded. A scheme with a window holds
-tokens in their order only: there the cache stays dense, and so does one whose memory is not its own.
+A store reads as zero where nothing was written. A dense tensor that arrives with other values there (made of ones, by ``torch.empty``, or
+still holding an earlier request) would read back differently, so all of its slots are encoded. A scheme with a window holds tokens in
+order only: there the cache stays dense, and so does a cache that does not own its memory.
 
-A call that its compressed caches refuse (``CallRefused``) is served by what they decode to. Then they stay dense until they are emptied:
-codes are written once, and what codes stand for would be rounded again.
+A call that its compressed caches refuse (``CallRefused``) runs on their decoded values. The caches then stay dense until they are
+emptied: codes are written once, and encoding decoded values again would round them again.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from kvcompile.runtime.store.written_once import forget
 log = logging.getLogger(__name__)
 
 STAYS_DENSE = "_kvcompile_stays_dense"
-"""The attribute of a cache tensor that stays dense: the fields of its ``Mark``, plain values, as tensors are saved with what they have."""
+"""Attribute of a cache tensor that stays dense: the fields of its ``Mark``, as plain values, since tensors are saved with attributes."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """The reason why a cache tensor stays dense, and the name of the error that it was refused with, "" where it never was compressed.
+    """The reason why a cache tensor stays dense, and the name of the error that refused it ("" if it never was compressed).
 
-    ``emptied``: until it is made empty, which its ``version``, other than behind the last call, says may have happened.
+    ``emptied``: the mark ends when the tensor is emptied, which may have happened once its ``version`` differs from the last call's.
     """
 
     why: str
@@ -48,17 +48,17 @@ class Mark:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Mark | None:
-        """Return the mark of a cache tensor, or of what it is a view of, as a crop is; None where it has none."""
+        """Return the mark of a cache tensor, or of the tensor that it is a view of (a crop); None without a mark."""
         found = getattr(tensor, STAYS_DENSE, None) or getattr(tensor._base, STAYS_DENSE, None)
         return None if found is None else Mark(*found)
 
     def put(self, tensor: torch.Tensor) -> None:
-        """Mark a cache tensor, as the last call left it; what it was compressed to is needed no more."""
+        """Mark a cache tensor as the last call left it, and forget its earlier codes."""
         forget(tensor)
         setattr(tensor, STAYS_DENSE, (self.why, self.kind, self.emptied, _version(tensor)))
 
     def holds(self, form: CacheForm, tensor: torch.Tensor, call: Call) -> bool:
-        """Whether the tensor still stays dense. Waits for the device only where somebody else wrote to it since the last call."""
+        """Return whether the tensor still stays dense. Waits for the device only if other code wrote to it since the last call."""
         if not self.emptied or not form.kind.filled or (self.version is not None and self.version == _version(tensor)):
             return True
         try:
@@ -68,12 +68,15 @@ class Mark:
 
 
 def _version(tensor: torch.Tensor) -> int | None:
-    """Return the number of writes to a tensor, None where it does not count them."""
+    """Return a tensor's version, which counts writes; None if it counts none."""
     return None if tensor.is_inference() else tensor._version
 
 
 def stays_dense(form: CacheForm, call: Call, remembered: bool) -> Mark | None:
-    """Return why a cache tensor of a call stays dense, None where it does not; ``remembered``: its places are looked at once."""
+    """Return the reason why a cache tensor of a call stays dense; None if it does not.
+
+    ``remembered``: a tensor that a window cannot take is marked, so that its values are checked only once.
+    """
     tensor = call.args[form.group.argument] if form.group.argument is not None else None
     if not isinstance(tensor, torch.Tensor):
         return None
@@ -102,9 +105,9 @@ def stays_dense(form: CacheForm, call: Call, remembered: bool) -> Mark | None:
 
 
 class DenseCalls:
-    """Runs the graph as it was captured, for calls with a cache that stays dense; without a compiler for it such calls raise.
+    """Runs the captured graph, unrewritten, for calls with a cache that stays dense; without a compiler for it such calls raise.
 
-    ``reported``: the reasons that were said, by kind and place, which the graphs of a backend share.
+    ``reported``: the reasons already logged, by kind and source line, shared by the graphs of a backend.
     """
 
     def __init__(self, compile_captured: Callable[[], Callable[..., Any]] | None, reported: dict[object, str]) -> None:
@@ -112,12 +115,12 @@ class DenseCalls:
         self.compiled: Callable[..., Any] | None = None
 
     def results(self, forms: Sequence[CacheForm], call: Call, densified: Mapping[int, str]) -> tuple[Any, ...] | None:
-        """Return the results of a call one of whose caches stays dense, with one warning; None where none does.
+        """Return the results of a call with a cache that stays dense, with one warning; None if no cache does.
 
         ``densified``: other arguments that the graph writes. Raises Unsupported without a compiler.
         """
         for form in forms:
-            # A call that is refused may come again with a cache that was emptied.
+            # A refused call may come again with an emptied cache.
             if mark := stays_dense(form, call, remembered=self.compile_captured is not None):
                 results = self._run(forms, call.args, mark.why, form.group.where, densified, mark.kind)
                 self._mark_again(forms, call.args, results)
@@ -127,7 +130,7 @@ class DenseCalls:
     def out_of_order(
         self, forms: Sequence[CacheForm], args: tuple[Any, ...], found: OutOfOrder, densified: Mapping[int, str]
     ) -> tuple[Any, ...]:
-        """Return the results of a call that a window cannot serve: its caches become dense, and stay so if no later call can be served."""
+        """Return the results of a call that a window cannot serve, on dense caches; they stay dense if no later call can be served."""
         group = found.group
         results = self._run(forms, args, found.why, group.where, densified)
         if found.lost:
@@ -140,7 +143,7 @@ class DenseCalls:
     ) -> tuple[Any, ...]:
         """Return the results of a call that its compressed caches refuse: they become dense, until they are emptied.
 
-        Raises ``refused`` without a compiler, or where the model itself fails on this call too.
+        Raises ``refused`` without a compiler, or if the model itself fails on this call too.
         """
         if self.compile_captured is None:
             raise refused
@@ -156,7 +159,7 @@ class DenseCalls:
 
     @staticmethod
     def _mark_again(forms: Sequence[CacheForm], args: tuple[Any, ...], results: tuple[Any, ...]) -> None:
-        """Let the tensors that a call returns stay dense as those did that it came with."""
+        """Copy the marks of a call's cache arguments to the caches that it returns."""
         for form in forms:
             given = args[form.group.argument] if form.group.argument is not None else None
             if isinstance(given, torch.Tensor) and (mark := Mark.of(given)) is not None and form.kind.written:
@@ -166,9 +169,9 @@ class DenseCalls:
     def _run(
         self, forms: Sequence[CacheForm], args: tuple[Any, ...], why: str, where: str, densified: Mapping[int, str], kind: str = ""
     ) -> tuple[Any, ...]:
-        """Return the results of a call whose caches are dense, or become dense for it; raises Unsupported without a compiler.
+        """Return the results of a call on dense caches, made dense if needed. Raises Unsupported without a compiler.
 
-        ``why`` is said once for each ``kind`` of reason and place.
+        ``why`` is logged once for each ``kind`` of reason and source line.
         """
         if self.compile_captured is None:
             raise Unsupported(
@@ -180,20 +183,20 @@ class DenseCalls:
             log.warning("the cache at %s stays dense, and with it the caches of its graph: %s", where, why)
         if self.compiled is None:
             self.compiled = self.compile_captured()
-        # What was said above is not said again of each tensor.
+        # Reasons "": the warning above covers these tensors.
         written = {form.group.argument: "" for form in forms if form.group.argument is not None and form.kind.written}
         compressed = [index for index, arg in enumerate(args) if handles.is_handle(arg)]
         return tuple(self.compiled(*handles.densify(args, compressed, {**written, **densified})))
 
 
 def _tensors(group: Group, args: tuple[Any, ...], results: tuple[Any, ...]) -> list[torch.Tensor]:
-    """Return the tensors that stand for a cache behind a call: its argument and its results."""
+    """Return the tensors of a cache after a call: its argument and its results."""
     given = [args[group.argument]] if group.argument is not None else []
     return [tensor for tensor in (*given, *(results[index] for index in group.outputs)) if isinstance(tensor, torch.Tensor)]
 
 
 def warn_all_encoded(form: CacheForm, tensor: torch.Tensor) -> None:
-    """Warn that all places of a dense cache tensor are encoded, written or not."""
+    """Warn that all slots of a dense cache tensor are encoded, written or not."""
     log.warning(
         "the cache at %s arrives with values in places that were not written yet: all of its %d places are encoded; make it of zeros, and "
         "it costs what is in use", form.group.where, tensor.shape[form.token_dim],
@@ -203,8 +206,8 @@ def warn_all_encoded(form: CacheForm, tensor: torch.Tensor) -> None:
 def written_handles(captured: Captured, effects: Effects | None, given: tuple[int, ...]) -> dict[int, str]:
     """Return the indices of the compressed cache tensors among ``given`` that the graph writes, each with the reason to make it dense.
 
-    An attention that stays dense would write into a decoded copy, and the tokens would be lost. ``effects`` is None where a graph could
-    not be analysed: it may write all of them.
+    An attention that stays dense would write into a decoded copy, and the tokens would be lost. ``effects``: None if the graph could not be
+    analysed, so that it may write all of them.
     """
     if effects is None:
         return dict.fromkeys(given, "it may be written by a graph that could not be analysed (see the report)")

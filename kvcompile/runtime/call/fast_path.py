@@ -1,9 +1,8 @@
-"""The steady step: a decode step on static caches whose every fact was checked by an earlier step.
+"""Fast path: a decode step on static caches that earlier steps have fully checked.
 
-A step of a 32-layer model passes 64 cache tensors. Finding their states, checking their schemes and
-making room costs about a millisecond of Python in ``bound``, which nothing overlaps under CUDA graphs.
-Once a state has passed all that for a graph it is marked as checked for it, and until it is cleared,
-outgrown or exchanged, only what can change is looked at: the tensor's type, its length, and the room.
+A step of a 32-layer model passes 64 cache tensors. Finding their states, checking their schemes and making room costs about a millisecond
+of Python in ``bound``, which nothing overlaps under CUDA graphs. A state that has passed all checks of a graph is marked, and until it is
+cleared, outgrown or replaced, only facts that can change are checked: the tensor's type, its length, and the room.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from kvcompile.runtime.store.token_slots import cursors
 
 @dataclass(frozen=True, eq=False)
 class DecodeFastPath:
-    """One graph's steady step: its cache tensors, and the order of the planes."""
+    """The fast path of one graph: its cache tensors, the order of the planes, and pairs of caches that must have equal lengths."""
 
     rows: tuple[FastPathSlot, ...]
     order: tuple[tuple[int, Part], ...]
@@ -32,17 +31,17 @@ class DecodeFastPath:
 
     @staticmethod
     def of(rows: Sequence[FastPathSlot], roots: Sequence[Any], pairs: tuple[tuple[int, int], ...], rewritten: Rewritten) -> DecodeFastPath:
-        """Describe a graph's steady step by the rows and roots of its groups and the rewritten graph's bindings."""
+        """Return the fast path of a graph from the slots and roots of its groups and the rewritten graph's bindings."""
         place = {root: index for index, root in enumerate(roots)}
         return DecodeFastPath(tuple(rows), tuple((place[item.plan.slot.root], item.part) for item in rewritten.bindings), pairs)
 
     def mark_checked(self, states: Sequence[CacheState]) -> None:
-        """Remember that these states passed every check of this graph."""
+        """Mark these states as checked for this graph."""
         for index, state in enumerate(states):
             state.checked_for.add((self, index))
 
     def ready(self, args: tuple[Any, ...], counters: Sequence[torch.Tensor]) -> list[CacheState] | None:
-        """Return the states of a call that needs no check and no room; None where ``BoundGraph`` must look closer."""
+        """Return the states of a call that needs no checks and no room; None if ``BoundGraph`` must take the full path."""
         states = []
         moments: set[CounterSnapshot | None] = set()
         rooms: dict[int, int] = {}
@@ -79,14 +78,14 @@ class DecodeFastPath:
         return [plane for index, part in self.order for plane in states[index].stores[part].planes]
 
     def cursors(self, states: Sequence[CacheState], sizes: tuple[int, ...]) -> list[torch.Tensor]:
-        """Return the slot of the next token of each window size."""
+        """Return the slot of the next token for each window size, int64 [1] each; [] without windows."""
         if not sizes:
             return []
         starts = {row.slots: state.length for row, state in zip(self.rows, states, strict=True)}
         return cursors(sizes, starts, states[0].device)
 
     def commit(self, states: Sequence[CacheState], args: tuple[Any, ...], moment: CounterSnapshot) -> None:
-        """Count the new tokens; ``moment``: the call's counters, as it left them."""
+        """Record the new tokens; ``moment``: the call's counters, as it left them."""
         for row, state in zip(self.rows, states, strict=True):
             state.overwrite(state.behind + row.count)
             tensor = args[row.argument]

@@ -1,9 +1,9 @@
-"""Reallocation: between two calls, the stores of adaptive schemes get new planes where their scheme says that it is time.
+"""Reallocation: between calls, give stores of adaptive schemes new widths and planes when their scheme demands it.
 
-A decision is asked for after one step and carried out after the next but one, a few layers a step (``Due.SOON``). On CUDA it is made on a
-stream of its own, from copies of what steps write, while those steps run; a layer's move stands between two steps on their own stream, so
-no step meets tokens halfway. What is read of the device has been copied by then. Where more tokens come at once, as with a prompt,
-everything is done at once.
+A decision is started after one step and applied from the second step after it, a few layers a step (``Due.SOON``). On CUDA it is computed
+on a separate stream, from copies of data that steps write, while those steps run; a layer is re-encoded between two steps on their own
+stream, so no step sees it half done. Device data that the host reads has been copied by then. If more tokens come at once, as in a
+prompt, everything is done at once.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from kvcompile.schemes import Due, PendingNumbers, StoredLayer
 from kvcompile.schemes.adaptive import EARLY, SPREAD
 
 LAYERS_A_STEP = 4
-"""Layers that are moved after one step, at least."""
+"""Smallest number of layers that are re-encoded after one step, if so many are due."""
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """Keys and values of one attention: the cache tensor of each by its number in the graph, with its part, and the layer's number."""
+    """Keys and values of one attention: (index of the cache tensor in the graph, part) of each, and the layer's number."""
 
     key: tuple[int, Part]
     value: tuple[int, Part]
@@ -38,7 +38,7 @@ class _Layer:
 
 @dataclass(frozen=True)
 class _Held:
-    """Stores of keys and values of a layer, the layer's number, and how many tokens they hold."""
+    """The stores of a layer's keys and values, the layer's number, and the number of tokens in them."""
 
     keys: AdaptiveStore
     values: AdaptiveStore
@@ -52,23 +52,23 @@ class _Held:
 
     @property
     def decided(self) -> int:
-        """How many tokens there were when the decision that waits was asked for."""
+        """Number of tokens when the pending decision was started."""
         assert self.keys.decision is not None
         return int(self.keys.decision.asked[1])
 
     @property
     def alike(self) -> Hashable:
-        """A key that layers share which can be decided side by side."""
+        """A key that is equal for layers that can be decided in one batch."""
         return self.keys.scheme, self.keys.spec.slot, self.values.spec.slot, self.count, self.keys.batch, self.keys.device
 
     @property
     def stored(self) -> StoredLayer:
-        """The planes that they hold now."""
+        """The current planes of keys and values."""
         slots = (self.keys.spec.slot, self.values.spec.slot)
         return StoredLayer(tuple(self.keys.planes), tuple(self.values.planes), slots, self.layer, self.keys.first)
 
     def move(self) -> None:
-        """Carry out the decision that was asked for."""
+        """Apply the pending decision: re-encode keys and values."""
         asked = self.keys.decision
         assert asked is not None
         decision, count = asked.asked
@@ -80,7 +80,7 @@ class _Held:
 
 
 class Reallocation:
-    """Decides the widths of a graph's adaptive stores anew after a call, where it is time; nothing in graphs without such stores."""
+    """Decides widths of a graph's adaptive stores again after calls; does nothing in graphs without such stores."""
 
     def __init__(self, forms: Sequence[CacheForm], sites: Sequence[SitePlan]) -> None:
         place = {form.group.root: index for index, form in enumerate(forms)}
@@ -96,14 +96,14 @@ class Reallocation:
         self.early = EARLY + -(-len(self.layers) // self.at_once) - 1
 
     def after(self, states: Sequence[CacheState]) -> None:
-        """Look at all layers once a call has been counted."""
+        """Start and apply due decisions and drift checks of all layers, after a call was recorded."""
         held = [self._held(layer, states) for layer in self.layers]
         busy = [item for item in held if not item.quiet]
         if not busy:
             return
         with ordinary(), torch.no_grad():
             waiting = [item for item in busy if item.keys.decision is not None]
-            # More tokens than a decision can wait for: it is carried out, and what comes next is looked at anew.
+            # More tokens than a decision can wait for: it is applied, and the layer is checked again.
             overdue = [item for item in waiting if self._due(item) is Due.NOW]
             ready = [item for item in waiting if item.decided <= item.count - EARLY][: self.at_once]
             _move(overdue or ready)
@@ -119,7 +119,7 @@ class Reallocation:
                 _look(layers, held)
 
     def _due(self, item: _Held) -> Due:
-        """When a layer's widths are to be decided; reads what the last look saw where it is time for the next."""
+        """Return when a layer's widths must be decided; reads the last drift check if the next one is due."""
         due = item.keys.due(item.count, item.layer, self.early)
         if due is not Due.NOT or item.keys.decision is not None or not item.keys.looks(item.count, item.layer):
             return due
@@ -136,7 +136,7 @@ class Reallocation:
 
 
 def _alike(layers: Iterable[_Held]) -> Iterable[list[_Held]]:
-    """Layers that can be decided side by side, together."""
+    """Return the layers grouped by ``alike``."""
     groups: dict[Hashable, list[_Held]] = {}
     for item in layers:
         groups.setdefault(item.alike, []).append(item)
@@ -144,13 +144,13 @@ def _alike(layers: Iterable[_Held]) -> Iterable[list[_Held]]:
 
 
 def _importance(layers: Sequence[_Held], held: Sequence[_Held]) -> torch.Tensor:
-    """Copies of the importance of some layers' tokens, as their scheme needs them."""
+    """Return copies of the importance of some layers' tokens, in their scheme's form."""
     among = [tuple(item.keys.planes) for item in held if item.alike == layers[0].alike]
     return layers[0].keys.scheme.importance([tuple(item.keys.planes) for item in layers], layers[0].count, among)
 
 
 def _decide(layers: Sequence[_Held], held: Sequence[_Held], beside: bool) -> None:
-    """Ask for a decision of layers that are alike, ``beside`` the next step or now."""
+    """Start a decision for layers that are alike; ``beside``: concurrently with the next step, else now."""
     importance = _importance(layers, held)
     stored = [item.stored for item in layers]
     with _beside([importance, *(plane for item in stored for plane in (*item.keys, *item.values))], beside):
@@ -160,7 +160,7 @@ def _decide(layers: Sequence[_Held], held: Sequence[_Held], beside: bool) -> Non
 
 
 def _look(layers: Sequence[_Held], held: Sequence[_Held]) -> None:
-    """Ask whether the importance of layers that are alike has drifted."""
+    """Start a drift check of the importance of layers that are alike, concurrently with the next step."""
     importance = _importance(layers, held)
     with _beside([importance], beside=True):
         look = PendingNumbers(layers[0].keys.scheme.drifted(importance))
@@ -169,7 +169,7 @@ def _look(layers: Sequence[_Held], held: Sequence[_Held]) -> None:
 
 
 def _move(layers: Sequence[_Held]) -> None:
-    """Carry out the decisions of some layers, once devices have done what runs beside steps: what was dropped may still read the planes."""
+    """Apply the decisions of some layers, after the separate streams have finished: an abandoned decision may still read the planes."""
     for device in {item.keys.device for item in layers}:
         if device.type == "cuda":
             torch.cuda.current_stream(device).wait_stream(_own_stream(device))
@@ -179,15 +179,15 @@ def _move(layers: Sequence[_Held]) -> None:
 
 @functools.cache
 def _own_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of a device that decisions are made on."""
+    """Return the stream of a device on which decisions are computed."""
     return torch.cuda.Stream(device)
 
 
 @contextlib.contextmanager
 def _beside(read: Sequence[torch.Tensor], beside: bool) -> Iterator[None]:
-    """Have the body run on a stream of its own, behind what has been asked for until now.
+    """Run the body on a separate stream, ordered after all work queued so far; on the current one if not ``beside`` or not on CUDA.
 
-    ``read``: the tensors that it reads. Their memory is not given to others before it has, also where its result is dropped with them.
+    ``read``: the tensors that the body reads. Their memory is not reused before it has read them, even if its result is dropped with them.
     """
     device = read[0].device
     if device.type != "cuda" or not beside:

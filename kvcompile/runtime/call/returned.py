@@ -1,7 +1,7 @@
-"""Returned: tensors that a compiled call without caches gave to its caller, which later calls may only read.
+"""Returned: tensors that a compiled call without caches returned to its caller, and that later calls may only read.
 
-The keys and values of cross-attention are computed once, by a call that does not attend to them, and passed to every step. Such a tensor
-is a cache: nobody fills it anew. One that uncompiled code made may be made again in every step, and encoded each time.
+The keys and values of cross-attention are computed once, by a call that does not attend to them, and passed to every step. Such a tensor is
+a cache: nothing writes it again. A tensor made by uncompiled code may be made again in every step, and would be encoded each time.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 _RETURNED: Any = WeakIdKeyDictionary()
-"""The tensors, as long as they live."""
+"""The returned tensors that are alive."""
 
 LEAST_DIMS = 3
-"""Dims of a cache tensor: rows, tokens and channels."""
+"""Smallest number of dims of a cache tensor: rows, tokens and channels."""
 
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -24,17 +24,17 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    """The identity of a plain tensor's memory."""
+    """Return the identity of a plain tensor's storage."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def is_returned(value: object) -> bool:
-    """Whether a compiled call gave a tensor to its caller."""
+    """Return whether a compiled call returned this tensor to its caller."""
     return isinstance(value, torch.Tensor) and value in _RETURNED
 
 
 def noting(code: Callable[..., Any]) -> Callable[..., Any]:
-    """Return code that notes which tensors it gives. Each of them is a tensor of its own, no view that keeps another one alive."""
+    """Return ``code`` wrapped so that its result tensors are registered; views become separate tensors that keep no other one alive."""
 
     def run(*args: Any) -> Any:
         given = {_memory(arg) for arg in args if type(arg) in PLAIN}
@@ -45,7 +45,7 @@ def noting(code: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _noted(item: Any, given: set[int]) -> Any:
-    """The tensor that a caller gets in place of a result; ``given``: the memory of the call's arguments, which no call made."""
+    """Return the tensor to return for a result, registered if it may be a cache; ``given``: storages of the call's arguments."""
     if type(item) is not torch.Tensor or item.dim() < LEAST_DIMS or not item.is_floating_point() or item.requires_grad:
         return item
     if _memory(item) in given:

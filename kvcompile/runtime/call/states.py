@@ -1,4 +1,4 @@
-"""States: find the state behind each cache tensor of a call, or make one, for a new cache or from a dense one."""
+"""States: find the state behind each cache tensor of a call, or make one for a new or dense cache."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from kvcompile.runtime.store.written_once import forget, remember_rows
 
 
 def store_spec(binding: Binding) -> StoreSpec:
-    """Describe the store that a slot of the rewritten graph needs."""
+    """Return the spec of the store that a slot of the rewritten graph needs."""
     return StoreSpec(binding.plan.spec, binding.plan.scheme, binding.plan.layout)
 
 
 def _other_store(expected: StoreSpec, found: StoreSpec | None, where: str) -> SchemeChanged:
-    """Make the error for a cache whose store is ``found``, None for no store of that part, where ``expected`` is needed."""
+    """Return the error for a cache with store ``found`` (None: no store for that part) instead of ``expected``."""
     if found is None:
         return SchemeChanged(expected=expected.scheme.display_name(), found="nothing for this part", where=where)
     if found.slot.role is not expected.slot.role:
@@ -50,7 +50,7 @@ def _other_store(expected: StoreSpec, found: StoreSpec | None, where: str) -> Sc
 
 
 class States:
-    """Finds and makes the states of one graph's cache tensors; all of them are entered into ``live``."""
+    """Finds and creates the states of one graph's cache tensors, and registers them in ``live``."""
 
     def __init__(
         self, captured: Captured, forms: Sequence[CacheForm], growth: Growth, live: LiveCaches, calibration: UncalibratedWarner
@@ -60,7 +60,7 @@ class States:
         self.ropes: dict[KeyRope | None, RopeReader] = {rope: RopeReader(captured, rope) for rope in rotations}
 
     def find(self, form: CacheForm, call: Call, whole: Callable[[CacheForm, torch.Tensor], None]) -> CacheState:
-        """Return the state of a call's cache tensor; ``whole`` is called where all places of a dense one are encoded."""
+        """Return the state of a call's cache tensor; ``whole`` is called if all slots of a dense one are encoded."""
         group = form.group
         if group.argument is None:
             return self._empty(form, value_of(group.root).device, call)
@@ -71,20 +71,20 @@ class States:
         form.check_layout(state)
         self._check_stores(form, state, call)
         if form.restarts(tensor._length, state):
-            # Another sequence from the same empty cache: the two have nothing in common.
+            # A new sequence from the same empty cache: the two have no tokens in common.
             return self._empty(form, tensor.device, call)
         seen = handles.visible_length(tensor)
         state.resume(tensor._length, tensor._epoch, seen)
         state, length = form.fit(state, tensor._length, seen)
         if state is not tensor._kv:
             handles.attach(tensor, state, length)
-        # A cache that was unpickled does not know whose it is.
+        # An unpickled cache does not know its module.
         state.path, state.where = state.path or form.group.site.path, form.group.where
         self.live.add(state)
         return state
 
     def _check_stores(self, form: CacheForm, state: CacheState, call: Call) -> None:
-        """Raise where a state's stores are not what this graph was compiled for; stores of keys before RoPE get the call's angles."""
+        """Raise SchemeChanged or CachesSwapped if a state's stores do not match this graph; set the angles of stores before RoPE."""
         where = form.group.where
         for item in form.group.bindings:
             store = state.stores.get(item.part)
@@ -94,11 +94,11 @@ class States:
                 store.rope = reader.check(store.rope, call.args, state.length, store.device, where)
 
     def _empty(self, form: CacheForm, device: torch.device, call: Call) -> CacheState:
-        """Make the state of a new cache."""
+        """Return an empty state for a new cache."""
         return self._made(form, form.rows(call), device, call.args)
 
     def _made(self, form: CacheForm, batch: int, device: torch.device, args: tuple[Any, ...], known: bool = True) -> CacheState:
-        """Make a state without tokens; ``known``: it is entered into ``live``."""
+        """Return a state without tokens for ``batch`` rows; ``known``: it is registered in ``live``."""
         bindings = form.group.bindings
         specs = {item: store_spec(item) for item in bindings}
         stores = {item.part: store_class(spec)(spec, batch, device, 0, self._rope(item, args)) for item, spec in specs.items()}
@@ -114,7 +114,7 @@ class States:
         return reader.read(args) if reader is not None else None
 
     def _adopted(self, form: CacheForm, tensor: torch.Tensor, call: Call, whole: Callable[[CacheForm, torch.Tensor], None]) -> CacheState:
-        """Encode a dense cache that arrives from outside, then free it: one cache tensor at a time."""
+        """Encode a dense cache that arrives from outside, then free it: one cache tensor at a time. Raises Unsupported."""
         prior = form.prior(tensor, call)
         owned = handles.can_take_over(tensor)
         if not owned and form.kind.in_place:

@@ -1,12 +1,11 @@
-"""Order: whether the tokens of a call follow those that a window of exact tokens holds.
+"""Token order: check that a call's tokens follow the tokens in a window of exact tokens.
 
-A window keeps its newest tokens exact and encodes a block once all of it is there. So it has no place for a token that leaves others
-unwritten before it, and a write in the middle of a buffer loses what lies behind it. Neither matters to a store without a window. A call
-that does the one, or attends to what the other lost (a sliding window that is written by hand as ``position % slots``, say), is served by
-the dense cache.
+A window keeps its newest tokens exact and encodes a block once it is complete. So it has no slot for a token that skips positions before
+it, and a write in the middle of a buffer loses all later tokens. A store without a window accepts both. A call that skips positions, or
+attends to lost tokens (for example in a sliding window that is written by hand at ``position % slots``), is served by the dense cache.
 
-Rows may have places of their own, where one of them took back tokens that another kept. Each row is asked by itself: its places have to
-be the next ones of that row, one by one, or begin before them, where the window goes back in that row (``BoundGraph``).
+Rows may have their own positions, if one of them took back tokens that another kept. Each row is checked separately: its positions must
+continue that row one by one, or begin earlier, where the window goes back in that row (``BoundGraph``).
 """
 
 from __future__ import annotations
@@ -27,7 +26,10 @@ from kvcompile.runtime.store.state import CacheState
 
 @dataclass(frozen=True)
 class OutOfOrder:
-    """The group whose window cannot serve a call, why, and whether tokens that attention sees would be lost: then no later call can."""
+    """The group with a window that cannot serve a call, and the reason.
+
+    ``lost``: tokens that attention sees would be lost, so that no later call can be served either.
+    """
 
     group: Group
     why: str
@@ -35,7 +37,7 @@ class OutOfOrder:
 
 
 class TokenOrder:
-    """Finds the cache whose window cannot take a call's tokens, by how far the graph's attentions see. May wait for the device."""
+    """Finds the cache with a window that cannot take a call's tokens, using the extent of the graph's masks. May wait for the device."""
 
     def __init__(self, mask_extent: MaskExtent) -> None:
         self.mask_extent = mask_extent
@@ -43,7 +45,10 @@ class TokenOrder:
     def out_of_order(
         self, forms: Sequence[CacheForm], states: Sequence[CacheState], starts: Sequence[int], counts: Sequence[int], call: Call
     ) -> OutOfOrder | None:
-        """Return the first group whose window cannot take a call's tokens, None where all can; raises Unsupported where some are missed."""
+        """Return the refusal of the first group that cannot take a call's tokens or rows; None if all can.
+
+        Raises Unsupported if tokens before the call's were lost by a rollback, TokensOutOfOrder for a broken row.
+        """
         for form, state, start, count in zip(forms, states, starts, counts, strict=True):
             rows = form.rows(call)
             if why := apart(state, rows):
@@ -59,7 +64,7 @@ class TokenOrder:
         return None
 
     def _groups(self, form: CacheForm, state: CacheState, rows: int, call: Call) -> list[Counts] | OutOfOrder:
-        """Return what is counted of the groups of rows that a call takes, as one where each row was asked for its own place."""
+        """Return the counts of each group of rows in a call, merged into one if each row's positions are known; or the refusal."""
         if (places := form.places(state, call)) is not None and (out_of_order := self._misplaced(form, state, places, rows, call)):
             return out_of_order
         own, *others = taking_part(state, rows)
@@ -69,9 +74,9 @@ class TokenOrder:
     def _misplaced(
         self, form: CacheForm, state: CacheState, places: tuple[torch.Tensor, bool], rows: int, call: Call
     ) -> OutOfOrder | None:
-        """Return why a window cannot take the places that a call's tokens have in their rows, None where it can.
+        """Return the refusal of a window for the positions of a call's tokens in their rows; None if it takes them.
 
-        Raises TokensOutOfOrder where a row goes on that calls which nobody looked at have broken.
+        Raises TokensOutOfOrder if a row continues that earlier calls, whose positions the host did not read, have broken.
         """
         group, (first, consecutive) = form.group, places
         if not consecutive:
@@ -97,7 +102,10 @@ class TokenOrder:
         return OutOfOrder(group, why, False)
 
     def _out_of_order(self, form: CacheForm, state: CacheState, held: Counts, start: int, count: int, call: Call) -> OutOfOrder | None:
-        """Return why rows that hold so much cannot take a call's tokens, None where they can; raises Unsupported where some are missed."""
+        """Return the refusal of rows with the counts ``held`` for a call's tokens; None if they take them.
+
+        Raises Unsupported if tokens before the call's were lost by a rollback.
+        """
         group, length = form.group, held.length
         if start > length:
             why = f"tokens are written at position {start} of a cache that holds {length}, and a window takes tokens in their order"
@@ -105,7 +113,7 @@ class TokenOrder:
                 raise _forgotten(group, why)
             return OutOfOrder(group, why, False)
         following = start >= held.behind and not form.goes_back(state, start, call)
-        # A buffer in use is not waited for, but where its positions are looked at.
+        # A buffer in use is not waited for, unless its positions are read anyway.
         shown = form.sees(call) if not length or form.looks(state, call) else 0
         end = max(form.reach(call), shown) if following else self.mask_extent.end(group.root, call)
         if end <= start + count:
@@ -117,7 +125,7 @@ class TokenOrder:
 
 
 def _shown_again(form: CacheForm, state: CacheState, first: torch.Tensor, call: Call) -> str:
-    """Say which tokens a call's mask shows that an earlier one's made padding, "" for none; only of those that a dense cache would have."""
+    """Return why a call's mask shows tokens that an earlier mask made padding; "" if it shows none that a dense cache would have."""
     begins = [store.left_padding for store in state.stores.values() if store.padding is not None]
     if not begins or begins[0] is None:
         return ""
@@ -135,7 +143,7 @@ def _shown_again(form: CacheForm, state: CacheState, first: torch.Tensor, call: 
 
 
 def _forgotten(group: Group, why: str) -> Unsupported:
-    """Make the error for tokens that begin behind some that a window forgot when a call went back."""
+    """Return the error for tokens that follow tokens lost from a window when a call went back."""
     return Unsupported(
         expected="tokens in their order", found=f"{why}; those between are forgotten since a call went back behind them",
         where=group.where, todo="write them again, or use a scheme without a window for this layer",

@@ -1,15 +1,15 @@
-"""Undo: what a call overwrites in the stores is kept until the call has returned, so that a step that raises leaves them as they were.
+"""Undo: keep the tokens that a call overwrites until it has returned, so that a failing step leaves the stores unchanged.
 
-The host's lengths are counted after compiled code has returned, and codes behind them are nobody's: a step that is tried again writes the
-same codes to the same places. Three things are overwritten while they are still read:
+The host updates lengths after compiled code has returned, and codes beyond the lengths are unused: a repeated step writes the same codes
+to the same slots. Three things are overwritten while they are still read:
 
-* a window: the new tokens take the slots of its oldest ones, which the step attends to, and its lengths goes on
+* a window: new tokens take the slots of its oldest ones, which the step attends to, and its lengths advance
 * a window that goes back before the step: it is refilled, so all of it is kept
-* a sliding window: the new tokens take the slots of its oldest ones
+* a sliding window: new tokens take the slots of its oldest ones
 
-Each is at most as many tokens as the call brings, or one window. They are kept where the stores are on a CPU. On a GPU a copy of each
-layer's slot would be a launch a layer in every step: there an interrupted step moves the lengthss back, and what a window lost is put back
-from its codes, within the scheme's rounding, with a warning.
+Each is at most as many tokens as the call brings, or one window. They are kept if the stores are on a CPU. On a GPU, copying each layer's
+slots would add one launch a layer to every step: there an interrupted step moves the lengths back, and tokens lost from a window are
+restored from their codes, within the scheme's rounding, with a warning.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class Undo:
-    """Keeps the tokens that one call overwrites; a context that is left by an exception puts them back."""
+    """Keeps the tokens that one call overwrites; leaving the context by an exception restores them."""
 
     def __init__(self) -> None:
         self.planes: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -47,18 +47,18 @@ class Undo:
             self.restore()
 
     def then(self, action: Callable[[], None]) -> None:
-        """Do something behind all that is put back."""
+        """Register an action to run after everything is restored."""
         self.last.append(action)
 
     def whole(self, state: CacheState) -> None:
-        """Keep the windows of a state that goes back."""
+        """Keep the planes of a state before it is rolled back."""
         for store in state.stores.values():
             self.stores.append((store, list(store.planes)))
             if store.window is not None:
                 self.planes += [(plane, plane.clone()) for plane in store.rolled_back]
 
     def keep(self, states: Sequence[CacheState], starts: Sequence[int], counts: Sequence[int]) -> None:
-        """Keep the tokens that a call overwrites, by where it begins in each state and how many tokens it brings."""
+        """Keep the tokens that a call overwrites, from its start and number of tokens in each state."""
         if not host_reads.free(states[0].device):
             self.again = list(zip(states, starts, strict=True))
             return
@@ -81,13 +81,13 @@ class Undo:
         self.slots.append((window, window.gather(2, at), at))
 
     def restore(self) -> None:
-        """Bring the stores back to what they held before the call."""
+        """Restore the stores' contents from before the call."""
         with torch.inference_mode(False), torch.no_grad():
             for window, kept, at in self.slots:
                 window.scatter_(2, at, kept)
             for plane, kept, at in self.rows:
                 write_rows(plane, kept, at)
-            # The last first: what a rollback kept is older than what the call did.
+            # In reverse order: values kept before a rollback are older than those kept for the call.
             for plane, kept in reversed(self.planes):
                 plane.copy_(kept)
         for store, planes in reversed(self.stores):

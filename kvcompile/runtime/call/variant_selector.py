@@ -1,4 +1,4 @@
-"""The choice of the variant that serves a call: FRESH where the stores are empty and attention needs the new tokens alone, else PAST."""
+"""Variant selector: FRESH if the stores are empty and attention needs the new tokens alone, else PAST."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvcompile.runtime.store.state import CacheState
 
 
 class VariantSelector:
-    """Chooses a variant for each call of one graph; ``calibrated`` are the caches whose planes are computed from queries."""
+    """Selects a variant for each call of one graph; ``calibrated``: indices of the caches with planes computed from queries."""
 
     def __init__(self, forms: Sequence[CacheForm], calibrated: Sequence[int], positions: bool) -> None:
         self.forms, self.calibrated, self.positions = forms, calibrated, positions
@@ -23,7 +23,7 @@ class VariantSelector:
         self.past_only = self.with_past or not self.written or any(form.rolls for form in forms)
 
     def of(self, states: Sequence[CacheState], starts: Sequence[int], counts: Sequence[int], call: Call) -> Variant:
-        """Return FRESH where every store is empty, the new tokens are the first, in order, and attention reads no others; else PAST.
+        """Return FRESH if every store is empty, the new tokens are the first, in order, and attention reads no others; else PAST.
 
         Raises NotServed for the first call of a new cache that neither can serve.
         """
