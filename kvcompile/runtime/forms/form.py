@@ -241,7 +241,7 @@ class CacheForm(abc.ABC):
     # --- decode fast path ----------------------------------------------------------------------------
 
     def takes_fast_path(self, counted: bool) -> bool:
-        """Return whether later steps may differ from a checked one in lengths only.
+        """Return whether steps after a checked one differ from it in lengths only.
 
         ``counted``: positions depend on the graph's own counters alone.
         """

@@ -170,7 +170,7 @@ class _Operands:
 
 
 def _copy_of(value: Any) -> torch.Tensor:
-    """Return decoded values; those of a part or view are a view of the decoded whole, so that their places agree."""
+    """Return a decoded copy of a cache; of a part or view, a view of the decoded whole with the same geometry."""
     if is_view(value):
         return torch.Tensor.as_subclass(value, torch.Tensor)  # type: ignore[no-any-return]
     root, place = home(value)

@@ -3,7 +3,7 @@
 It gets the written tensor (the cache itself, a part of it, or a view) and the operation, and tries in this order:
 
 * a shortcut, if the target is the whole cache: clearing it or copying codes decodes nothing
-* the codes: an operation that overwrites its target is encoded (``writes``), through the target's place in the cache
+* the codes: an operation that overwrites its target is encoded (``writes``), through the target's geometry in the cache
 * the dense tensor: the cache becomes dense, its parts and views become views of its memory, and the operation runs on those
 
 Views and parts are not notified: each records the state of its cache and updates when that has changed (``tensor.refresh``).
@@ -51,7 +51,7 @@ def _shortcut(root: CompressedCache, name: str, rest: tuple[Any, ...], named: Ma
 
 
 def clear(root: CompressedCache) -> bool:
-    """Empty a cache, for zeros in all slots; return False if each slot is a token (older transformers reset a DynamicCache so)."""
+    """Empty a cache that is overwritten with zeros, as older transformers reset caches; return False if each slot counts as a token."""
     if root._kv.grown:
         return False
     if not root._alone:

@@ -88,7 +88,7 @@ def _covered(builder: Any, guard: Any) -> None:
 
 
 def _either(builder: Any, guard: Any, expected: Expected) -> None:
-    """Build a guard that accepts a cache dense or compressed; Dynamo calls it in place of ``GuardBuilder.TENSOR_MATCH``."""
+    """Build a guard that accepts a cache either dense or compressed; Dynamo calls it in place of ``GuardBuilder.TENSOR_MATCH``."""
     manager = builder.get_guard_manager(guard)
     name = guard.name if isinstance(guard.name, str) else guard.name()
     builder.no_tensor_aliasing_names.append(name)

@@ -62,7 +62,7 @@ class CompressedCache(torch.Tensor):
     _views: list[weakref.ref[Any]]
     """Its parts and decoded views: with a dense tensor they would share its memory."""
     _origin: Origin | None
-    """The cache that it is a part of, and its place there; None for a whole cache."""
+    """The cache that it is a part of, and its geometry there; None for a whole cache."""
     _seen: tuple[Any, ...]
     """The cache's ``Origin.seen`` when this part was last updated."""
     real = REAL  # type: ignore[assignment]
@@ -96,19 +96,19 @@ class CompressedCache(torch.Tensor):
     # torch.Tensor's versions are Python code: Dynamo would ask ``__torch_function__`` for the bound method, and break the graph.
 
     def split(self, split_size: Any, dim: int = 0) -> Any:
-        """As ``torch.Tensor.split``."""
+        """Do ``torch.Tensor.split``, of the dense tensor while Dynamo traces."""
         if torch.compiler.is_dynamo_compiling():
             return torch.ops.kvcompile.expose(self).split(split_size, dim)
         return torch.Tensor.split(self, split_size, dim)
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``torch.Tensor.set_``, which bypasses ``__torch_function__``."""
+        """Turn the cache dense, then do ``torch.Tensor.set_``, which bypasses ``__torch_function__``."""
         if not torch.compiler.is_dynamo_compiling():
             to_dense(self, f"set_ gives it other memory, at {user_line()}")
         return torch.Tensor.set_(self, *args, **kwargs)
 
     def as_subclass(self, cls: Any) -> Any:
-        """As ``torch.Tensor.as_subclass``, which bypasses ``__torch_function__``."""
+        """Do ``torch.Tensor.as_subclass``, which bypasses ``__torch_function__``; any class but ``torch.Tensor`` turns the cache dense."""
         if torch.compiler.is_dynamo_compiling():
             return torch.ops.kvcompile.expose(self).as_subclass(cls)
         if cls is torch.Tensor:
@@ -116,7 +116,7 @@ class CompressedCache(torch.Tensor):
         return torch.Tensor.as_subclass(to_dense(self, f"{cls} shows its memory, at {user_line()}"), cls)
 
     def unflatten(self, dim: Any, sizes: Any) -> Any:
-        """As ``torch.Tensor.unflatten``."""
+        """Do ``torch.Tensor.unflatten``, of the dense tensor while Dynamo traces."""
         if torch.compiler.is_dynamo_compiling():
             return torch.ops.kvcompile.expose(self).unflatten(dim, sizes)
         return torch.Tensor.unflatten(self, dim, sizes)
@@ -204,7 +204,7 @@ def _start(handle: CompressedCache, state: CacheState, length: int, alone: bool)
 
 
 def home(value: Any) -> tuple[Any, ViewGeometry | None]:
-    """Return the cache tensor of a handle, part or decoded view, and the value's place in it (None for the cache itself)."""
+    """Return the cache tensor of a handle, part or decoded view, and the value's geometry in it (None for the cache itself)."""
     origin = value._origin if is_handle(value) or is_view(value) else None
     return (value, None) if origin is None else (origin.root, origin.place)
 

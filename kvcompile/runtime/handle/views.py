@@ -30,15 +30,15 @@ class Handle(Protocol):
 
     @property
     def shape(self) -> torch.Size:
-        """As of every tensor."""
+        """The dense tensor's shape."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """As of every tensor."""
+        """The dense tensor's dtype."""
 
     @property
     def device(self) -> torch.device:
-        """As of every tensor."""
+        """The dense tensor's device."""
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Return a part of the cache."""
@@ -107,7 +107,7 @@ def name_of(func: Callable[..., Any]) -> str:
 
 @dataclass(frozen=True)
 class ViewGeometry:
-    """The place of a view in a contiguous tensor's memory: dtype, sizes, and strides and offset in elements of that dtype."""
+    """The geometry of a view in a contiguous tensor's memory: dtype, sizes, and strides and offset in elements of that dtype."""
 
     dtype: torch.dtype
     size: tuple[int, ...]
@@ -116,11 +116,11 @@ class ViewGeometry:
 
     @staticmethod
     def of(view: torch.Tensor) -> ViewGeometry:
-        """Return the place of a view."""
+        """Return the geometry of a view."""
         return ViewGeometry(view.dtype, tuple(view.shape), tuple(view.stride()), int(view.storage_offset()))
 
     def within(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the view at this place of another tensor."""
+        """Return the view of another tensor with this geometry."""
         with DisableTorchFunctionSubclass(), torch.no_grad(), torch.inference_mode(whole.is_inference()):
             made = torch.empty(0, dtype=self.dtype, device=whole.device)
             return made.set_(whole.untyped_storage(), self.offset, self.size, self.stride)  # type: ignore[call-overload, no-any-return]
@@ -128,7 +128,7 @@ class ViewGeometry:
 
 @dataclass(frozen=True, eq=False)
 class Origin:
-    """The cache tensor ``root`` of a view, and the view's place in it.
+    """The cache tensor ``root`` of a view, and the view's geometry in it.
 
     ``index``: the index of a part whose codes can be taken again; else None. The root is kept alive: once dense, its views use its memory.
     """
@@ -174,13 +174,13 @@ class DecodedView(torch.Tensor):
         return ABOVE.answer(func, name, args, dict(kwargs))
 
     def as_subclass(self, cls: Any) -> Any:
-        """As ``torch.Tensor.as_subclass``, which bypasses ``__torch_function__``."""
+        """Do ``torch.Tensor.as_subclass``, which bypasses ``__torch_function__``; any class but ``torch.Tensor`` turns the cache dense."""
         if cls is torch.Tensor:
             return torch.ops.aten.alias(self)
         return torch.Tensor.as_subclass(ABOVE.to_dense(self, f"{cls} shows its memory"), cls)
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``torch.Tensor.set_``, which bypasses ``__torch_function__``."""
+        """Become a plain tensor, then do ``torch.Tensor.set_``, which bypasses ``__torch_function__``."""
         self.__class__ = torch.Tensor  # type: ignore[assignment]
         return torch.Tensor.set_(self, *args, **kwargs)
 
