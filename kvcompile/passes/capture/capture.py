@@ -43,7 +43,7 @@ RUNTIME = str(Path(__file__).resolve().parents[2] / "runtime")
 class Input:
     """One input of the captured graph: its ATen node, and Dynamo's source name and placeholder for it.
 
-    ``compressed``: a compressed cache was passed there. ``owned``: its memory is its own, not a view of another tensor's.
+    ``compressed``: a compressed cache was passed there. ``owned``: the tensor passed there owns its memory, and no view of it was alive.
     ``parameter``: a weak reference, for a parameter that Dynamo's graph had as an attribute; else None.
     """
 

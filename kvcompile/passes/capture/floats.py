@@ -63,7 +63,7 @@ def _symbols(graph: fx.Graph) -> set[str]:
 
 
 def _kept(graph: fx.Graph) -> set[str]:
-    """Return the names of symbolic floats with only such uses in the graph that Inductor keeps."""
+    """Return the names of the symbolic floats that the graph uses only in ways that Inductor keeps symbolic."""
     lost: set[str] = set()
     for node in graph.nodes:
         value = value_of(node)

@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 def join_prefixes(graph: fx.Graph) -> None:
-    """Replace in place every such concatenation by a view of the buffer after its write."""
+    """Replace in place every concatenation of a buffer's filled part and new tokens that are written behind it, by a view of the buffer."""
     joins = [node for node in graph.nodes if _joins(node)]
     effects = analyse(graph) if joins else None
     for node in joins:

@@ -89,7 +89,7 @@ class TraceCache:
         self.hits = 0
 
     def call(self, kind: str, target: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
-        """Return the result of ``run()``, which calls ``target``; under ``make_fx`` its nodes are recorded, from memory if known."""
+        """Return the result of ``run()``, which calls ``target``; under ``make_fx`` its nodes are recorded, from memory where known."""
         proxies = get_proxy_mode()
         if proxies is None or torch.is_grad_enabled():
             return run()

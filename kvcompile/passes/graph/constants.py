@@ -47,7 +47,7 @@ def constant(node: Any) -> float | None:
 def known(node: fx.Node) -> torch.Tensor | None:
     """Return the constant value of a tensor node, on the CPU, if it is computed from literals alone; else None.
 
-    None too if an intermediate tensor has more than ``MANY`` elements, or if any tensor on the way is written to.
+    None too if that takes more than ``DEEP`` nodes or a tensor of more than ``MANY`` elements, or if a tensor on the way is written to.
     """
     found: dict[fx.Node, torch.Tensor] = {}
     waiting = [node]

@@ -41,7 +41,7 @@ def written_arguments(node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def view_parent(node: fx.Node) -> fx.Node | None:
-    """Return the tensor that ``node`` is a view or an unchanged copy of; None if it holds new values."""
+    """Return the tensor that ``node`` is a view or a copy of (casts included); None if it holds new values."""
     if AS_WRITTEN in node.meta:
         return next((item for item in node.all_input_nodes if _share_memory(item, node)), None)
     if node.op != "call_function" or not node.args:

@@ -238,7 +238,7 @@ def _kept(node: fx.Node) -> bool:
 
 
 def step(node: fx.Node, coords: Coords, through_joins: bool = False, scales: bool = False) -> Step | None:
-    """Map coordinates through one operator: return its operand and the coordinates there; None if ``node`` computes new values.
+    """Map coordinates of a node's result through its operator: return (operand, coordinates there); None if it computes new values.
 
     ``through_joins``: also through cat and stack. ``scales``: also through products with a plain number.
     """

@@ -322,7 +322,7 @@ def rolls(site: Site) -> int | None:
 
 
 def _still(slot: Slot, site: Site) -> bool:
-    """Return whether a cache will not grow: it is only read, or it is created with other tokens than the queries'.
+    """Return whether a cache will not grow: it is only read from an argument, or is created with tokens other than the queries'.
 
     A wrong guess costs a copy, as the next write makes room. A buffer has its own capacity in any case.
     """

@@ -12,7 +12,7 @@ from kvcompile.passes.match.sites import Site
 
 
 def rows_of_call(emit: Emitter, origin: fx.Node, roles: Sequence[str], site: Site) -> fx.Node:
-    """Emit a tensor of the captured graph cut to the batch rows and queries of the site's queries; dims of size 1 stay.
+    """Emit a tensor of the captured graph with dims B and S cut to the sizes of the site's queries; dims of size 1 stay.
 
     A model may index a mask by ``arange(batch)``, which reads its first rows without revealing how many it has.
     """

@@ -65,7 +65,7 @@ class Symbols:
         )
 
     def input(self, symbol: Any) -> fx.Node:
-        """Return a new input, behind all others, for one symbol."""
+        """Return the input of the graph for one symbol, created behind all other inputs at first use."""
         if symbol not in self.extra:
             with self.graph.inserting_before(next(node for node in self.graph.nodes if node.op != "placeholder")):
                 self.extra[symbol] = self.graph.placeholder(f"kv_size_{symbol}")

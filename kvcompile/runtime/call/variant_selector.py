@@ -23,9 +23,10 @@ class VariantSelector:
         self.past_only = self.with_past or not self.written or any(form.rolls for form in forms)
 
     def of(self, states: Sequence[CacheState], starts: Sequence[int], counts: Sequence[int], call: Call) -> Variant:
-        """Return FRESH if every store is empty, the new tokens are the first, in order, and attention reads no others; else PAST.
+        """Return a call's variant: FRESH if no token is cached and attention reads only new tokens at positions 0, 1, 2, ...; else PAST.
 
-        Raises NotServed for the first call of a new cache that neither can serve.
+        A single new token is PAST too, unless a plane is calibrated or the graph creates its caches. Raises NotServed for the first call of
+        a cache created by the graph that neither variant can serve.
         """
         if self.past_only:
             return Variant.PAST

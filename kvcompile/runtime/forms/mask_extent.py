@@ -63,7 +63,7 @@ class MaskExtent:
         return own + offset + 1
 
     def _last_of(self, term: MaskTerm, call: Call) -> int | None:
-        """Return the end of the tokens that a mask shows to any query, once a call; None if the mask is computed from a cache."""
+        """Return the end of the tokens that a mask shows to any query, evaluated once a call; None if the mask is computed from a cache."""
         if term not in call.ends:
             call.ends[term] = self._last(term, call.args)
         return call.ends[term]

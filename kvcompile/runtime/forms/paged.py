@@ -34,7 +34,7 @@ class Paged(CacheForm):
     def adopt(
         self, tensor: torch.Tensor, state: CacheState, prior: int, call: Call, whole: Callable[[], None], padded: bool = True,
     ) -> int:
-        """Encode all slots, a few blocks at a time, without a second dense copy; return 0, as no tokens are counted."""
+        """Encode all slots, a few blocks at a time, without a second dense copy; always return 0."""
         for item in self.group.bindings:
             axes, spec, store = item.plan.slot.axes, item.plan.spec, state.stores[item.part]
             capacity, outer = axes.room(tensor.shape), axes.token_dim

@@ -135,7 +135,7 @@ def limits_of(site: Site) -> tuple[Limit, ...]:
 
 
 def positions_of(captured: Captured, planned: Plan, effects: Effects) -> PositionReader | None:
-    """Return the reader of a planned graph's positions; None if none of them is a tensor."""
+    """Return the reader of a planned graph's positions and padding masks; None if none of them is a tensor."""
     nodes: dict[fx.Node, tuple[str, ...]] = {}
     counts: dict[fx.Node, Any] = {}
     for item in planned.sites:

@@ -96,19 +96,19 @@ class CompressedCache(torch.Tensor):
     # torch.Tensor's versions are Python code: Dynamo would ask ``__torch_function__`` for the bound method, and break the graph.
 
     def split(self, split_size: Any, dim: int = 0) -> Any:
-        """Do ``torch.Tensor.split``, of the dense tensor while Dynamo traces."""
+        """Return ``torch.Tensor.split`` of the cache; while Dynamo traces, of the dense tensor that it represents."""
         if torch.compiler.is_dynamo_compiling():
             return torch.ops.kvcompile.expose(self).split(split_size, dim)
         return torch.Tensor.split(self, split_size, dim)
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
-        """Turn the cache dense, then do ``torch.Tensor.set_``, which bypasses ``__torch_function__``."""
+        """Turn the cache dense unless Dynamo traces, then do ``torch.Tensor.set_``, which bypasses ``__torch_function__``."""
         if not torch.compiler.is_dynamo_compiling():
             to_dense(self, f"set_ gives it other memory, at {user_line()}")
         return torch.Tensor.set_(self, *args, **kwargs)
 
     def as_subclass(self, cls: Any) -> Any:
-        """Do ``torch.Tensor.as_subclass``, which bypasses ``__torch_function__``; any class but ``torch.Tensor`` turns the cache dense."""
+        """Return ``torch.Tensor.as_subclass``, which bypasses ``__torch_function__``; classes but ``torch.Tensor`` turn the cache dense."""
         if torch.compiler.is_dynamo_compiling():
             return torch.ops.kvcompile.expose(self).as_subclass(cls)
         if cls is torch.Tensor:
@@ -116,7 +116,7 @@ class CompressedCache(torch.Tensor):
         return torch.Tensor.as_subclass(to_dense(self, f"{cls} shows its memory, at {user_line()}"), cls)
 
     def unflatten(self, dim: Any, sizes: Any) -> Any:
-        """Do ``torch.Tensor.unflatten``, of the dense tensor while Dynamo traces."""
+        """Return ``torch.Tensor.unflatten`` of the cache; while Dynamo traces, of the dense tensor that it represents."""
         if torch.compiler.is_dynamo_compiling():
             return torch.ops.kvcompile.expose(self).unflatten(dim, sizes)
         return torch.Tensor.unflatten(self, dim, sizes)

@@ -174,7 +174,7 @@ class DecodedView(torch.Tensor):
         return ABOVE.answer(func, name, args, dict(kwargs))
 
     def as_subclass(self, cls: Any) -> Any:
-        """Do ``torch.Tensor.as_subclass``, which bypasses ``__torch_function__``; any class but ``torch.Tensor`` turns the cache dense."""
+        """Return ``torch.Tensor.as_subclass``, which bypasses ``__torch_function__``; classes but ``torch.Tensor`` turn the cache dense."""
         if cls is torch.Tensor:
             return torch.ops.aten.alias(self)
         return torch.Tensor.as_subclass(ABOVE.to_dense(self, f"{cls} shows its memory"), cls)
