@@ -68,6 +68,7 @@ class AdaptiveStore(Store):
         return self.scheme.room(tuple(self.planes), self._first)
 
     def announced(self, tokens: int) -> int:
+        """Return the bytes of the scheme's budget for ``tokens`` tokens, and of their full-precision copies."""
         slot = self.spec.slot
         of_budget = int(self.scheme.share(tokens) * tokens * self.batch * slot.heads * slot.head_dim * 2)
         return of_budget + tokens * self.batch * slot.heads * self.scheme.original_bytes(slot)

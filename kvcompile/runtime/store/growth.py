@@ -19,7 +19,7 @@ class Growth:
     slack: int = 16
 
     def pages(self, tokens: int, capacity: int | None = None) -> int:
-        """Return the number of pages to allocate for ``tokens`` tokens; at most those for ``capacity`` tokens (None: unbounded)."""
+        """Return the number of pages to allocate for ``tokens`` tokens: room up to the next granule, none beyond ``capacity`` tokens."""
         granule = self.least
         while granule * 2 * self.slack <= tokens:
             granule *= 2

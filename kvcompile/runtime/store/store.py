@@ -114,7 +114,7 @@ class Store:
         return self.window is not None or self.spec.scheme.in_order
 
     def announced(self, tokens: int) -> int:
-        """Return the announced bytes for ``tokens`` tokens."""
+        """Return the bytes that a report announces for ``tokens`` tokens: here, of all allocated pages."""
         del tokens
         return self.spec.layout.nbytes(self.pages, self.batch, self.spec.slot.heads)
 
