@@ -151,7 +151,7 @@ def _same_results(rewritten: Rewritten, captured: Captured, fakes: tuple[Any, ..
     with captured.fake_mode, torch.no_grad():
         found = _Changed(rewritten.module).run(*fakes, enable_io_processing=False)
     output = next(iter(captured.graph.find_nodes(op="output")))
-    before = [item for index, item in enumerate(output.args[0]) if index not in rewritten.dropped_outputs]  # type: ignore[arg-type]
+    before = [item for index, item in enumerate(output.args[0]) if index not in rewritten.dropped_outputs]
     after = list(found) if isinstance(found, (list, tuple)) else [found]
     if len(before) != len(after):
         _fail("as many results as before", len(after))

@@ -46,7 +46,7 @@ def lifted(gm: fx.GraphModule) -> Lifted:
         if id(tensor) not in inputs:
             inputs[id(tensor)] = made = graph.placeholder(name.replace(".", "_"))
             made.meta["tensor_dict"] = {STATIC: "unguarded"}
-            made._dynamo_source = sources.get(name)  # type: ignore[attr-defined]
+            made._dynamo_source = sources.get(name)
     for node in (item for item in nodes if item.op != "placeholder"):
         target = str(node.target)
         if node.op == "get_attr" and target in found:
@@ -81,5 +81,5 @@ def _tensors(gm: fx.GraphModule) -> dict[str, torch.Tensor]:
 def _copy(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Node:
     new = graph.node_copy(node, env.__getitem__)
     if hasattr(node, "_dynamo_source"):
-        new._dynamo_source = node._dynamo_source  # type: ignore[attr-defined]
+        new._dynamo_source = node._dynamo_source
     return new

@@ -96,8 +96,11 @@ def _fakify(mode: FakeTensorMode, value: object, compressed: bool) -> object:
     if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
         return value
     context = TracingContext.try_get()
-    symbolic = context.tensor_to_context.get(value) if context is not None else None
-    source = symbolic.tensor_source if symbolic is not None else None  # type: ignore[attr-defined]
+    symbolic = None
+    if context is not None:
+        asked: Callable[[torch.Tensor], Any] = context.tensor_to_context.get
+        symbolic = asked(value)
+    source = symbolic.tensor_source if symbolic is not None else None
     with DisableTorchFunctionSubclass():
         if compressed:
             # A compressed cache is traced as the dense tensor that it represents: the real one has zero strides, which views in the model

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import Any, cast
 
 from torch import fx
 
@@ -23,7 +23,7 @@ def is_region(node: fx.Node) -> bool:
 def inlined(gm: Any) -> fx.GraphModule:
     """Return ``gm`` with all calls of regions inlined; ``gm`` itself if it has none."""
     if not any(map(is_region, gm.graph.nodes)):
-        return gm
+        return cast(fx.GraphModule, gm)
     graph, attributes, first = fx.Graph(), dict[str, Any](), dict[str, fx.Node]()
     env: dict[fx.Node, Any] = {}
     for node in gm.graph.nodes:
@@ -65,7 +65,7 @@ def _body(
 def _copy(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, Any]) -> fx.Node:
     new = graph.node_copy(node, env.__getitem__)
     if hasattr(node, "_dynamo_source"):
-        new._dynamo_source = node._dynamo_source  # type: ignore[attr-defined]
+        new._dynamo_source = node._dynamo_source
     return new
 
 

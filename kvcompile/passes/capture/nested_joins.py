@@ -49,6 +49,7 @@ def _twin(node: fx.Node, effects: Effects) -> fx.Node | None:
     if not all(is_tensor(part) for part in (first, *rest)):
         return None
     dim = bind(node)["dim"] % value_of(node).dim()
+    other: fx.Node
     for other in rest[0].users:
         if op_name(other) not in CONCATENATIONS or bind(other)["tensors"] != rest or bind(other)["dim"] % value_of(other).dim() != dim:
             continue

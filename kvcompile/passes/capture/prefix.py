@@ -96,4 +96,5 @@ def _turn(graph: fx.Graph, join: fx.Node, write: fx.Node, effects: Effects) -> b
 
 
 def _sliced(root: fx.Node, dim: int, like: torch.Tensor) -> torch.Tensor:
-    return value_of(root).narrow(dim, 0, like.shape[dim])
+    part: torch.Tensor = value_of(root).narrow(dim, 0, like.shape[dim])
+    return part

@@ -199,7 +199,7 @@ def _sharing(operands: Sequence[FakeTensor]) -> tuple[int, ...]:
 
 
 def _aliased(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return bool(shares_memory(a, b))  # type: ignore[attr-defined]
+    return bool(shares_memory(a, b))
 
 
 def _node(tracer: Any, tensor: FakeTensor) -> fx.Node | None:
@@ -225,7 +225,7 @@ def _recipe(tracer: Any, last: fx.Node | None, operands: Sequence[FakeTensor], n
     now = [(index, _node(tracer, tensor)) for index, tensor in enumerate(operands)]
     if any(node not in place for _, node in now):
         raise _Unknown
-    stands_for = tuple((index, place[node]) for index, node in now if node is not nodes[index])  # type: ignore[index]
+    stands_for = tuple((index, place[node]) for index, node in now if node is not nodes[index])
     return _Recipe(tuple(steps), _mapped(result, lambda item: _result(tracer, item, operands, place)), stands_for)
 
 

@@ -62,7 +62,7 @@ def known(node: fx.Node) -> torch.Tensor | None:
             continue
         waiting.pop()
         arguments = fx.node.map_arg((one.args, dict(one.kwargs)), lambda item: found[item])
-        args, kwargs = fx.node.map_aggregate(arguments, lambda item: CPU if isinstance(item, torch.device) else item)  # type: ignore[misc]
+        args, kwargs = fx.node.map_aggregate(arguments, lambda item: CPU if isinstance(item, torch.device) else item)
         with no_modes(), torch.no_grad():
             found[one] = one.target(*args, **kwargs)
     return found.get(node)

@@ -42,17 +42,18 @@ from typing import Any
 
 import torch
 from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
+from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
+from torch._C._dynamo.eval_frame import _FrameExecStrategy as FrameExecStrategy
+from torch._C._dynamo.eval_frame import set_code_exec_strategy
 from torch._dispatch.python import enable_python_dispatcher as python_dispatcher
 from torch._dispatch.python import no_python_dispatcher
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import maybe_mark_dynamic as mark_dynamic
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.convert_frame import compile_lock
-from torch._dynamo.eval_frame import set_code_exec_strategy
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.source import ConstantSource
 from torch._dynamo.symbolic_convert import InstructionTranslator, TensorifyState
-from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters as functorch_interpreters
 from torch._guards import TracingContext, detect_fake_mode
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
@@ -73,7 +74,7 @@ dispatch_keys = torch._C._dispatch_keys
 leave_vmap = torch._C._functorch._vmap_decrement_nesting
 parse_to = torch._C._nn._parse_to
 shares_memory = torch._C._is_alias_of  # type: ignore[attr-defined]
-storage_uses = torch._C._storage_Use_Count  # type: ignore[attr-defined]
+storage_uses = torch._C._storage_Use_Count
 
 __all__ = [
     "CleanDiv", "ConstantSource", "DisableTorchFunction", "DisableTorchFunctionSubclass", "FakeTensor", "FakeTensorMode", "FloorDiv",

@@ -72,7 +72,7 @@ def _parts(value: object) -> list[torch.Tensor]:
     """Return the plain tensors inside of a value: itself, or the parts of a wrapper subclass; [] for anything else."""
     if not is_wrapper(value):
         return [value] if isinstance(value, torch.Tensor) else []
-    names = value.__tensor_flatten__()[0]  # type: ignore[attr-defined]
+    names = value.__tensor_flatten__()[0]
     return [part for name in names for part in _parts(getattr(value, name))]
 
 
@@ -83,7 +83,7 @@ def _share_memory(a: fx.Node, b: fx.Node) -> bool:
 
 def same_memory(a: fx.Node, b: fx.Node) -> bool:
     """Return whether two nodes' fake tensors share a storage: a true view rather than a copy."""
-    return bool(shares_memory(a.meta["val"], b.meta["val"]))  # type: ignore[attr-defined]
+    return bool(shares_memory(a.meta["val"], b.meta["val"]))
 
 
 @dataclass(frozen=True)

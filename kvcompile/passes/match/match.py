@@ -30,7 +30,7 @@ from kvcompile.passes.match.latent.assembly import assemble
 from kvcompile.passes.match.mask import masks
 from kvcompile.passes.match.mask.reach import reach
 from kvcompile.passes.match.mask.zeroed import without_effect
-from kvcompile.passes.match.sites import Assembly, Attention, Axes, Miss, Refusal, Site, SlidingCache, Slot, Stage
+from kvcompile.passes.match.sites import Assembly, Attention, Axes, MaskTerm, Miss, Refusal, Site, SlidingCache, Slot, Stage
 from kvcompile.passes.match.unmatched import cache_behind, cut_short, unrecognised
 
 log = logging.getLogger(__name__)
@@ -262,8 +262,14 @@ def _best(attention: Attention, parts: memories.Parts | None, effects: Effects, 
 
 def _tiled(attention: Attention) -> Attention:
     """Return the attention with head dims read as groups, then kv heads: query head h = g * K + k."""
-    turned = lambda roles: tuple({"H": "GK", "BH": "BGK"}.get(role, role) for role in roles)  # noqa: E731
-    masked = lambda terms: tuple(replace(term, roles=turned(term.roles)) for term in terms)  # noqa: E731
+    swap = {"H": "GK", "BH": "BGK"}
+
+    def turned(roles: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(swap.get(role, role) for role in roles)
+
+    def masked(terms: tuple[MaskTerm, ...]) -> tuple[MaskTerm, ...]:
+        return tuple(replace(term, roles=turned(term.roles)) for term in terms)
+
     memory = attention.memory
     return replace(
         attention, q_roles=turned(attention.q_roles), out_roles=turned(attention.out_roles), sink_roles=turned(attention.sink_roles),

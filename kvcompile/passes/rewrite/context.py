@@ -21,7 +21,8 @@ Part = tuple[fx.Node, tuple[tuple[int, int], ...]]
 
 def device_of(item: SitePlan) -> torch.device:
     """Return the device of a site."""
-    return value_of(item.site.attention.q).device
+    device: torch.device = value_of(item.site.attention.q).device
+    return device
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,8 @@ def _length(mode: Any, name: str, symbols: dict[Any, str], label: str) -> Any:
 
 def _symint(mode: Any, expr: Any) -> torch.SymInt:
     """Return a SymInt for an expression of known symbols."""
-    return mode.shape_env.create_symintnode(expr, hint=None)
+    made: torch.SymInt = mode.shape_env.create_symintnode(expr, hint=None)
+    return made
 
 
 def _canonical(mode: Any, value: Any) -> Any:
@@ -95,14 +96,14 @@ def mark_inputs(captured: Captured, rewritten: Rewritten, steady: Collection[int
     placeholders = list(module.graph.find_nodes(op="placeholder"))
     for node, index in zip(placeholders, rewritten.kept, strict=False):
         old = captured.inputs[index].placeholder
-        node._dynamo_source = getattr(old, "_dynamo_source", None)  # type: ignore[attr-defined]
+        node._dynamo_source = getattr(old, "_dynamo_source", None)
         if "tensor_dict" in old.meta:
             node.meta["tensor_dict"] = old.meta["tensor_dict"]
         if index in steady:
             node.meta["tensor_dict"] = {STATIC: "unguarded"} | node.meta.get("tensor_dict", {})
     own = placeholders[len(rewritten.kept) :]
     for node in own:
-        node._dynamo_source = None  # type: ignore[attr-defined]
+        node._dynamo_source = None
     # Cursors and sizes are new for every call.
     for node in own[: len(own) - len(rewritten.cursors) - len(rewritten.sizes)]:
         node.meta["tensor_dict"] = {STATIC: "unguarded"}

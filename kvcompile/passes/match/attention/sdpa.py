@@ -108,7 +108,10 @@ def _results(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None, tuple[fx.No
 def _tiled(attention: Attention) -> Attention:
     """Return the attention with its head dims read as groups, then kv heads."""
     swap = {"K": "G", "G": "K"}
-    turned = lambda roles: tuple(swap.get(role, role) for role in roles)  # noqa: E731
+
+    def turned(roles: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(swap.get(role, role) for role in roles)
+
     return replace(
         attention, q_roles=turned(attention.q_roles), k_roles=turned(attention.k_roles), v_roles=turned(attention.v_roles),
         out_roles=turned(attention.out_roles), masks=tuple(replace(term, roles=turned(term.roles)) for term in attention.masks),

@@ -127,8 +127,13 @@ def _attentions(
             advice="multiply weights [.., S, T] with values [.., T, D]",
         )
     split_dims = state.letters.split_dims
-    spelled = lambda letters: split_dims(tuple((letter,) if letter else () for letter in letters))  # noqa: E731
-    placed = lambda letters: tuple(at.get(letter, ("value channels",)) if letter else () for letter in letters)  # noqa: E731
+
+    def spelled(letters: tuple[str, ...]) -> Dims:
+        return split_dims(tuple((letter,) if letter else () for letter in letters))
+
+    def placed(letters: tuple[str, ...]) -> Dims:
+        return tuple(at.get(letter, ("value channels",)) if letter else () for letter in letters)
+
     token = next(iter(set(first.operands()[key][1]) & set(first.letters) - set(first.operands()[1 - key][1])), "")
     for reading in named:
         naming = Naming({**reading.names, "value channels": "D"})

@@ -39,7 +39,7 @@ def summand(node: fx.Node, first: Product) -> Summand | None:
         if not value or not is_tensor(node.args[0]):
             return None
         factor *= value if op_name(node) != "div" else 1 / value
-        node = node.args[0]  # type: ignore[assignment]
+        node = node.args[0]
         nodes.append(node)
     if found.bias is not None or found.factors or len(found.letters) != len(first.letters):
         return None

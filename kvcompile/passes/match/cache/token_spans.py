@@ -9,6 +9,7 @@ Sizes stay symbolic where the graph's are, and decisions about them hold for all
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -274,7 +275,9 @@ def _last_of_two(line: list[TokenSpan], start: Any, end: Any) -> list[TokenSpan]
     first, second = line
     if not (same(end, first.count + second.count) and at_most(0, start) and at_most(start, end)):
         raise Unknown
-    less, more = torch.sym_min(start, first.count), torch.sym_max(start - first.count, 0)
+    least: Callable[[Any, Any], Any] = torch.sym_min
+    most: Callable[[Any, Any], Any] = torch.sym_max
+    less, more = least(start, first.count), most(start - first.count, 0)
     return [
         TokenSpan(first.source, first.start + less, first.count - less, first.start),
         TokenSpan(second.source, second.start + more, second.count - more, second.start),

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import fx
 
 from kvcompile.passes.graph.constants import constant
+from kvcompile.passes.graph.dynamo import OpOverload
 from kvcompile.passes.graph.effects import Effects
 from kvcompile.passes.graph.operators import COPIES, JOINS, Kind, named
 from kvcompile.passes.graph.pullback import Coords, broadcast, join_parts, step
@@ -292,8 +293,8 @@ def _cast(found: Read, before: fx.Node | None, after: fx.Node) -> Read:
 
 
 def _overload(node: fx.Node) -> str:
-    target: Any = node.target
-    return target._schema.name.rpartition("::")[2] + "." + (target._schema.overload_name or "default")
+    schema = cast(OpOverload, node.target)._schema
+    return schema.name.rpartition("::")[2] + "." + (schema.overload_name or "default")
 
 
 def _indexed(node: fx.Node, name: str, arguments: dict[str, Any], coords: Coords) -> tuple[int, fx.Node, Coords, Coords]:

@@ -324,12 +324,12 @@ def _angle(reader: Reader, factors: _Factors, which: np.ndarray, outer: int, wid
     chosen = [factors.angle[place][row] for row, place in enumerate(which.reshape(-1))]
     groups: dict[tuple[fx.Node, ComplexPart], list[int]] = {}
     for row, piece in enumerate(chosen):
-        groups.setdefault((piece.node, piece.part), []).append(row)  # type: ignore[union-attr]
+        groups.setdefault((piece.node, piece.part), []).append(row)
     found: AngleStep | None = None
     columns: list[np.ndarray] = []
     for (node, part), members in groups.items():
-        coords = np.concatenate([chosen[row].coords for row in members])  # type: ignore[union-attr]
-        samples = np.concatenate([chosen[row].rows for row in members])  # type: ignore[union-attr]
+        coords = np.concatenate([chosen[row].coords for row in members])
+        samples = np.concatenate([chosen[row].rows for row in members])
         step_found, own = reader.read(node, coords, samples, part)
         if found is not None and step_found != found:
             raise changed("parts of the channels are computed in different ways", node)
