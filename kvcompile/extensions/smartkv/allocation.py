@@ -1,16 +1,16 @@
-"""Allocation: the levels that are worth most of all that fit into a number of bytes (section 5.1).
+"""Allocation: the levels of largest total utility that fit into a number of bytes (section 5.1).
 
-A token begins at its least level (``ladder``). A step up is worth importance * (U(b') - U(b)) / (b' - b), which falls along a token's
-steps. Steps are taken in the order of what they are worth, each where it still fits, so a dearer one may be passed over and cheaper ones
-behind it taken. Equal ones: the earlier step of the ladder first, then the newer token. A token whose step was passed over stays there.
+A token begins at its least level (``ladder``). A step up is worth importance * (U(b') - U(b)) / (b' - b), which decreases along a token's
+steps. Steps are taken in descending order of worth, each if it still fits, so a dear step may be skipped and cheaper ones after it taken.
+Among equal steps the earlier one of the ladder comes first, then the one of the newer token. A token whose step was skipped stays there.
 
-The source's heap takes the steps in this order too. Here they are sorted once, and what fits is found by running sums: after a step is
-passed over none that costs as much can fit, so there are as many sums as there are costs. Shapes are fixed and nothing asks the device.
-On CUDA a kernel finds the same by bisection (``MEANS``).
+The source's heap takes the steps in this order too. Here they are sorted once, and running sums find those that fit: after a step is
+skipped no other of its cost can fit, so there are as many sums as distinct costs. Shapes are fixed and nothing waits for the device.
+On CUDA a kernel finds the same levels by bisection (``MEANS``).
 
-The source claims (1 - 1/e) of the best utility (7.4). Greedy by worth per byte alone has no such bound under a knapsack: that takes partial
-enumeration, or the better of this and the best single step (Khuller et al. 1999, then 1/2 of (1 - 1/e)). What holds: what is lost against
-the best is at most what the first step that was passed over is worth, which is one token's; a test compares with the exact optimum.
+The source claims (1 - 1/e) of the best utility (7.4). Greedy choice by worth per byte alone has no such bound under a knapsack: that takes
+partial enumeration, or the better of this and the best single step (Khuller et al. 1999, then 1/2 of (1 - 1/e)). The bound that holds here:
+the loss against the optimum is at most the worth of the first skipped step, which is one token's; a test compares with the exact optimum.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvcompile.schemes.adaptive import on_device
 
 @dataclass(frozen=True)
 class Terms:
-    """The terms of a decision: costs of levels in bytes, the worth of each step per unit of importance, and the least importance."""
+    """The token-independent inputs of a decision: bytes of each level, worth of each step per unit of importance, least importance."""
 
     costs: tuple[int, ...]
     worths: tuple[float, ...]
@@ -36,7 +36,7 @@ class Terms:
 
     @staticmethod
     def of(cost: Cost, levels: Ladder, preference: LevelPreference) -> Terms:
-        """The terms of one ladder."""
+        """Return the terms of one ladder."""
         return Terms(levels.costs(cost), levels.worths, preference.floor)
 
     @property
@@ -48,23 +48,23 @@ class Terms:
 def allocate(
     importance_RT: torch.Tensor, spend_R: torch.Tensor, terms: Terms, low_RT: torch.Tensor, high_RT: torch.Tensor
 ) -> torch.Tensor:
-    """Return the level of every token, int8 [R, T], between ``low`` and ``high`` int8, for at most ``spend`` bytes a row, int64 [R].
+    """Return the level of every token, int8 [R, T], between ``low`` and ``high`` int8, for at most ``spend`` bytes per row, int64 [R].
 
-    Where the least levels take more, those. Tokens that are not there have levels of -1 both.
+    Returns ``low`` if it alone exceeds the bytes. Absent tokens have -1 in both bounds, and in the result.
     """
     means = MEANS.get(importance_RT.device.type, by_sorting)
     return means(worth_of(importance_RT, terms), spend_R, terms, low_RT, high_RT)
 
 
 def worth_of(importance_RT: torch.Tensor, terms: Terms) -> torch.Tensor:
-    """Importance as steps weigh it: float32, finite, at least the floor."""
+    """Return importance as float32 for weighing steps: finite, at least the floor."""
     return importance_RT.to(torch.float32).nan_to_num(0.0, 0.0, 0.0).clamp(min=terms.floor)
 
 
 def by_sorting(
     value_RT: torch.Tensor, spend_R: torch.Tensor, terms: Terms, low_RT: torch.Tensor, high_RT: torch.Tensor
 ) -> torch.Tensor:
-    """The definition of ``allocate``, on any device; ``value`` as ``worth_of`` gives it."""
+    """Return what ``allocate`` returns, on any device: the definition. ``value``: the result of ``worth_of``."""
     (rows, tokens), steps = value_RT.shape, len(terms.worths)
     device = value_RT.device
     left = (spend_R - spent(low_RT, terms)).unsqueeze(-1)
@@ -82,7 +82,7 @@ def by_sorting(
     alive = allowed.flatten(1).gather(1, order)
     for _ in range(len(set(terms.steps))):
         over = alive & (torch.where(alive, costs, 0).cumsum(-1) > left)
-        # Where nothing is passed over, the place behind the last.
+        # If nothing is skipped, one index past the end.
         first = torch.where(over.any(-1, keepdim=True), over.to(torch.int8).argmax(-1, keepdim=True), len(places))
         now = alive & (places < first)
         taken |= torch.zeros_like(taken).scatter(1, order, now)
@@ -97,11 +97,11 @@ def by_sorting(
 
 Means = Callable[[torch.Tensor, torch.Tensor, Terms, torch.Tensor, torch.Tensor], torch.Tensor]
 MEANS: dict[str, Means] = {}
-"""Kernels that give what ``by_sorting`` gives, by type of device; a room of kernels adds its own."""
+"""Implementations that return the result of ``by_sorting``, by device type; a package of kernels adds its own."""
 
 
 def utility(importance_RT: torch.Tensor, level_RT: torch.Tensor, levels: Ladder, preference: LevelPreference) -> torch.Tensor:
-    """The sum of importance * U(b) over the keys and values of each row, float64 [R]: what an allocation makes as large as it can."""
+    """Return each row's sum of importance * U(b) over keys and values, float64 [R]: the quantity that an allocation maximises."""
     value = importance_RT.to(torch.float64).nan_to_num(0.0).clamp(min=preference.floor)
     worth = [
         preference.keys * k**preference.alpha + preference.values * v**preference.alpha for k,
@@ -111,26 +111,26 @@ def utility(importance_RT: torch.Tensor, level_RT: torch.Tensor, levels: Ladder,
 
 
 def spent(level_RT: torch.Tensor, terms: Terms) -> torch.Tensor:
-    """Bytes of each row at some levels, int64 [R]; a token of level -1 is none."""
+    """Return the bytes of each row at the given levels, int64 [R]; a token of level -1 takes none."""
     return looked_up([0, *terms.costs], level_RT, torch.int64).sum(-1)
 
 
 def looked_up(table: Sequence[float], level_RT: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A number for each token by its level; the first of the table is that of tokens of level -1."""
+    """Return a number for each token by its level; the first entry of the table is for level -1."""
     return on_device(table, level_RT.device, dtype)[level_RT.to(torch.int64) + 1]
 
 
 def spendable(budget: float, tokens: int, steps: int, cost: Cost, widths: KeyValueWidths) -> int:
-    """Bytes that ``tokens`` tokens may take now, so that ``steps`` more, which enter at the largest widths, stay in the budget too."""
+    """Return the bytes that ``tokens`` tokens may take now, so that the budget holds after ``steps`` more enter at the largest widths."""
     entering = cost.token(widths.keys[-1], widths.values[-1])
     allowed = budget * cost.dense
     return int(min(allowed * tokens, allowed * (tokens + steps) - entering * steps) + 1e-6)
 
 
 def binding_from(budget: float, protected: int, steps: int, cost: Cost, widths: KeyValueWidths) -> int | None:
-    """The number of tokens from which on a budget can be met; None where it never can.
+    """Return the number of tokens from which on a budget can be met; None if it never can.
 
-    Fewer are exempt: ``protected`` tokens have the largest widths, and so have up to ``steps`` that came since the last allocation.
+    Fewer tokens are exempt: ``protected`` tokens have the largest widths, and so have up to ``steps`` that came since the last allocation.
     """
     entering, least = cost.token(widths.keys[-1], widths.values[-1]), cost.token(widths.keys[0], widths.values[0])
     allowed = budget * cost.dense

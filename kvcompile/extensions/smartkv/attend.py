@@ -1,16 +1,15 @@
-"""``kvcompile::smartkv_attend`` and ``kvcompile::smartkv_observe``: attention that adds to each token what it gave to it.
+"""``kvcompile::smartkv_attend`` and ``kvcompile::smartkv_observe``: attention that records how much attention each token received.
 
-``smartkv_attend``   attends over the buckets of keys and values (``schemes.smartkv.buckets``) as ``attend`` over planes, with all of its
-                     masks, and then moves the averages in the planes ``importance`` and ``heads`` on by one step a query
-``smartkv_observe``  does only the latter, where a prompt attends to its own tokens in full precision
+``smartkv_attend``   attends over buckets of keys and values (``smartkv.buckets``) as ``attend`` does over planes, with all of its masks,
+                     then updates the averages in the planes ``importance`` and ``heads``, one step per query
+``smartkv_observe``  only updates the averages, for a prompt that attends to its own tokens in full precision
 
-The bodies are the definition; on CUDA kernels take the place of the first where the queries are few (``decode_step``). They take queries in
-tiles, so that nothing has as many entries as there are queries times tokens, and decode the tokens of one kv head at a time. Nothing waits
-for the device.
+The eager bodies are the definition; on CUDA kernels replace the first for few queries (``decode_step``). The bodies take queries in tiles,
+so that no tensor has queries times tokens entries, and decode the tokens of one kv head at a time. Nothing waits for the device.
 
-What a query gives to a token is its softmax weight, the mean over the heads that read one kv head, and over all heads. Averages move by
-``decay`` a query: a query that has ``n`` others behind it counts decay ** n, so that those of a long prompt's beginning count for nothing
-and are not looked at. A token that any of the queries looked at may see is above zero ever after, however little it got.
+A query gives each token its softmax weight, as the mean over the query heads of one kv head and over all heads. Averages decay by
+``decay`` per query: a query followed by ``n`` others counts decay ** n, so early queries of a long prompt are skipped as negligible. A
+token that is visible to any query that counts keeps an importance above zero, however little attention it received.
 """
 
 from __future__ import annotations
@@ -39,21 +38,21 @@ LIBRARY.define(f"smartkv_attend({OPERANDS}) -> Tensor")
 LIBRARY.define(f"smartkv_observe({OPERANDS}, str scheme) -> ()")
 
 TILE = 64
-"""Queries that are attended with at a time."""
+"""Queries that are processed at a time."""
 
 COUNTS = 2.0**-30
-"""The weight below which a query counts for nothing in an average."""
+"""The weight below which a query does not count in an average."""
 
 
 def _tiles(operands: AttendOperands[torch.Tensor]) -> Iterator[tuple[int, AttendOperands[torch.Tensor]]]:
-    """The operands for up to ``TILE`` queries at a time, with the number of the first of them."""
+    """Yield the operands for up to ``TILE`` queries at a time, with the number of the first query."""
     count = operands.q.shape[2]
     for start in range(0, count, TILE):
         yield start, _queries(operands, start, min(start + TILE, count))
 
 
 def _queries(operands: AttendOperands[torch.Tensor], start: int, stop: int) -> AttendOperands[torch.Tensor]:
-    """The operands for the queries from ``start`` to ``stop`` - 1."""
+    """Return the operands for the queries from ``start`` to ``stop`` - 1."""
     some = slice(start, stop)
 
     def of(limit: torch.Tensor | None, dim: int) -> torch.Tensor | None:
@@ -66,7 +65,7 @@ def _queries(operands: AttendOperands[torch.Tensor], start: int, stop: int) -> A
 
 @dataclasses.dataclass
 class _Averages:
-    """The averages of one call, moved on by tiles of queries: what each token got, plain and by weight of its head [B, T]; heads [B, K]."""
+    """Moving averages of attention received, updated tile by tile: per token, plain and head-weighted [B, T]; per kv head [B, K]."""
 
     scheme: Smartkv
     plain: torch.Tensor
@@ -77,29 +76,29 @@ class _Averages:
 
     @staticmethod
     def of(scheme: Smartkv, importance: torch.Tensor, heads: torch.Tensor, count: int) -> _Averages:
-        """Averages that begin as the planes are, with ``count`` queries to come."""
+        """Return averages that start from the planes; those per token are decayed already by the ``count`` queries to come."""
         rows = as_tokens(importance)[:, 0]
         measured = heads[0, :, :, 0, 0].clone()
         plain, by_heads = (rows * scheme.decay**count).unbind(-1)
-        # A head that nothing is known of weighs as the source begins, 1.
+        # A head without a measure yet has weight 1, as in the source.
         measured = torch.where(measured == 0, torch.ones_like(measured), measured)
         return _Averages(scheme, plain.clone(), by_heads.clone(), measured, torch.zeros_like(plain, dtype=torch.bool), count)
 
     @property
     def skipped(self) -> int:
-        """How many of the first queries count for nothing."""
+        """The number of first queries whose weight is negligible."""
         slowest = max(self.scheme.decay, self.scheme.head_decay)
         return max(0, self.count - math.ceil(math.log(COUNTS) / math.log(slowest))) if slowest > 0 else max(0, self.count - 1)
 
     def add(self, start: int, head: int, kv_heads: int, weights: torch.Tensor, total: torch.Tensor) -> None:
-        """Take in what ``softmax_parts`` gave of one kv head, for the queries of a tile from number ``start`` on."""
+        """Add one kv head's attention for a tile of queries, numbered from ``start``, as ``softmax_parts`` gives it."""
         scheme, tokens = self.scheme, self.plain.shape[1]
         shares = torch.where(total == 0, 0, weights / total).to(torch.float32).nan_to_num(0.0, 0.0, 0.0)[..., :tokens]
         rows, _, count, held = shares.shape
         behind = self.count - 1 - start - torch.arange(count, device=shares.device)
-        # [B, S, G, T] as rows of a softmax each, whose measure is one number a query.
+        # One softmax row per batch row, query and head, [B * S, G, T]; the mean of its measures is one number per query.
         flat = shares.transpose(1, 2).flatten(0, 1)
-        # A mask that is added hides as well as one that is said: what got nothing at all was not seen.
+        # An additive mask may hide tokens too: a token of zero weight was not visible.
         visible = (shares > 0).any(1)
         measure = head_measure(flat, scheme.measure, visible.flatten(0, 1)).mean(-1).view(rows, count)
         heads = self._heads(head, measure)
@@ -110,7 +109,7 @@ class _Averages:
         self.seen[:, :held] |= visible.any(1)
 
     def _heads(self, head: int, measure_BS: torch.Tensor) -> torch.Tensor:
-        """Move a head's average on by the measures of some queries; return it as it was after each of them, [B, S]."""
+        """Update one kv head's average by the measures of some queries; returns its value after each query, [B, S]."""
         decay, count = self.scheme.head_decay, measure_BS.shape[1]
         number = torch.arange(count, device=measure_BS.device)
         apart = number[:, None] - number[None, :]
@@ -128,7 +127,7 @@ class _Averages:
 
 
 def smartkv_attend_body(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """The result [B, H, S, Dv] in q's dtype, as ``attend`` gives it; the averages are moved on."""
+    """Return attention's result [B, H, S, Dv] in q's dtype, as ``attend`` does, and update the averages in their planes."""
     given = named(smartkv_attend, args, kwargs)
     operands, importance, heads = attend_operands(given), given["importance"], given["heads"]
     step = DecodeStepOperands(operands, importance, heads)
@@ -136,7 +135,7 @@ def smartkv_attend_body(*args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def attend_by_definition(step: DecodeStepOperands) -> torch.Tensor:
-    """The result without kernels."""
+    """Return attention's result without kernels, and update the averages."""
     operands, importance, heads = step.attend, step.importance, step.heads
     keys, value_scheme = step.schemes
     q, tokens = operands.q, importance.shape[0] * importance.shape[3]
@@ -159,14 +158,14 @@ def attend_by_definition(step: DecodeStepOperands) -> torch.Tensor:
 
 
 def _values(slot_buckets: Buckets, tokens: int, head: int) -> torch.Tensor:
-    """The values of the first tokens of one kv head, [B, 1, T, D], without a wait for the device."""
+    """Return the values of the first ``tokens`` tokens of one kv head, [B, 1, T, D], without waiting for a CUDA device."""
     return BY_KERNELS.values(slot_buckets, tokens, head) if slot_buckets.ends.is_cuda else values(
         slot_buckets, tokens, slice(head, head + 1)
     )
 
 
 def smartkv_observe_body(*args: Any, **kwargs: Any) -> None:
-    """Move the averages on by what queries [B, H, S, D] give to keys that are one dense plane."""
+    """Update the averages by the attention of queries [B, H, S, D] to keys in one dense plane."""
     given = named(smartkv_observe, args, kwargs)
     operands, importance, heads = attend_operands(given), given["importance"], given["heads"]
     compute = torch.promote_types(operands.q.dtype, torch.float32)
@@ -184,7 +183,7 @@ def smartkv_observe_body(*args: Any, **kwargs: Any) -> None:
 
 
 def _attend_meta(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """Shape of the result."""
+    """Return an empty tensor of the result's shape."""
     operands: AttendOperands[torch.Tensor] = attend_operands(named(smartkv_attend, args, kwargs))
     return operands.q.new_empty(*operands.q.shape[:3], operands.value_dim)
 

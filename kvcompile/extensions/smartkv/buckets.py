@@ -1,24 +1,25 @@
-"""Buckets: the stored tokens of one half (keys or values) of a layer, those of a batch row and a level (``ladder``) together.
+"""Buckets: the stored tokens of a layer's keys or values. A bucket holds the tokens of one batch row and one level (``ladder``).
 
 ::
 
     entering   codes [N, B, K, page, D] uint8, scales [N, B, K, page, 1]   8 bits, the token at position first + i in row i
     first      int64 [1, 1, 1, 1, 1]                                       the position of the first entering token
-    ends       int32 [1, B, 1, 1, 2 * levels]                              the place where each bucket ends, its first row of the pool
+    ends       int32 [1, B, 1, 1, 2 * levels]                              the index where each bucket ends, its first row of the pool
     scales     [M, 1, K, 1, 1]                                             of all buckets
-    where      int32 [M, 1, 1, 1, 1]                                       the position of the token at each place
+    where      int32 [M, 1, 1, 1, 1]                                       the position of the token at each index
     pool       [P, 1, 1, 1, 16] uint8                                      codes of all buckets
-    mean       bfloat16 [1, B, K, 1, D], keys in a frame of their own      what is added to narrow keys
+    mean       bfloat16 [1, B, K, 1, D], keys in a frame of their own      the vector that is added to narrow keys
 
-With tier 2 there are two planes more, ``entered`` behind the entering scales and ``originals`` behind the mean (``originals``).
+With tier 2 there are two more planes, ``entered`` after the entering scales and ``originals`` after the mean (``originals``).
 
-Places number the settled tokens: those of batch row 0, from the lowest level up, each by position; then row 1. Keys and values have the
-same places. A bucket of n tokens from place p on has the scales [K, n] at K p, and in the pool its codes, head by head: [K, n, bytes] for
-each part that its width has in memory (``codes.parts_of``), from a whole row on. So a head's tokens of a bucket are one piece of memory.
+A settled token is one that is in a bucket. Indices number the settled tokens: those of batch row 0, from the lowest level up, each level by
+position; then row 1. Keys and values have the same indices. A bucket of n tokens from index p on has its scales [K, n] at K p. Its codes
+begin at a whole row of the pool, head by head: [K, n, bytes] for each separately stored part of its width (``codes.parts_of``). So the
+tokens of one head in a bucket are contiguous.
 
-``ends`` alone says how many tokens a bucket has, so tokens change buckets while planes stay where they are: the pool, ``scales`` and
-``where`` may be longer than their tokens are. A token is in one place: where its position stands in ``where``, or entering if that is
-not below ``first``.
+Only ``ends`` holds the buckets' lengths, so tokens change buckets while planes stay in place: the pool, ``scales`` and ``where`` may be
+longer than their tokens need. Each token is stored once: at the index whose ``where`` is its position, or among the entering tokens if its
+position is ``first`` or later.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ ROW = 16
 """Bytes of a row of the pool."""
 
 MEAN_DTYPE = torch.bfloat16
-"""Any number does, as long as all read the same: it has float32's range."""
+"""Any precision works, since all readers add the same rounded mean; bfloat16 has float32's range."""
 
 
 @dataclass(frozen=True)
 class BucketFormat:
-    """The form of a half's codes: the bits of each level, the frame of narrow ones, whether they are keys, and have originals kept."""
+    """The code format of a slot: bits of each level, frame of narrow codes, whether it holds keys, whether it has full-precision copies."""
 
     widths: tuple[int, ...]
     frame: Frame = Frame.TURNED
@@ -56,31 +57,31 @@ class BucketFormat:
 
     @property
     def turned(self) -> bool:
-        """Whether narrow codes are less a mean and turned."""
+        """Whether narrow codes are of rotated keys less their mean."""
         return self.keys and self.frame is Frame.TURNED
 
     @property
     def read(self) -> int:
-        """How many planes attention is given, the first ones."""
+        """The number of leading planes that attention reads."""
         return MEAN + self.turned + self.kept
 
 
 ENTERED, ORIGINALS = "entered", "originals"
-"""Names of the planes."""
+"""Names of the planes of tier 2: full-precision copies of entering tokens, and of settled ones."""
 
 
 def entered_spec(slot: SlotSpec) -> PlaneSpec:
-    """The plane of the originals of entering tokens."""
+    """Return the plane of full-precision copies of entering tokens."""
     return PlaneSpec(ENTERED, slot.dtype, slot.head_dim, originals=True)
 
 
 def originals_spec(slot: SlotSpec, host: bool) -> PlaneSpec:
-    """The plane of the originals of settled tokens."""
+    """Return the plane of full-precision copies of settled tokens."""
     return PlaneSpec(ORIGINALS, slot.dtype, slot.head_dim, PAGE, Extent.STORE, host=host, tally=True, originals=True)
 
 
 def plane_specs(slot: SlotSpec, form: BucketFormat, scale_dtype: torch.dtype, host: bool = False) -> tuple[PlaneSpec, ...]:
-    """The planes of one half, in the order of ``Buckets``; ``host``: originals of settled tokens lie in pinned host memory."""
+    """Return the planes of one slot, in the order of ``Buckets``; ``host``: keep copies of settled tokens in pinned host memory."""
     own = Extent.STORE
     mean = (PlaneSpec("mean", MEAN_DTYPE, slot.head_dim, 1, Extent.ROW, tally=True),) if form.turned else ()
     return (
@@ -98,12 +99,12 @@ def plane_specs(slot: SlotSpec, form: BucketFormat, scale_dtype: torch.dtype, ho
 
 
 PAGES_BEHIND = 16
-"""Planes by position have room for a 16th more pages than they needed when they were made."""
+"""Planes by position are made with room for 1/16 more pages than they need."""
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """A bucket: its level, bits and batch row, parts of codes [K, n, bytes], scales [K, n], positions [n] int64; all are views."""
+    """A bucket: its level, bits and batch row, parts of codes [K, n, bytes], scales [K, n] and positions [n] int32; all are views."""
 
     level: int
     bits: int
@@ -114,15 +115,15 @@ class Bucket:
 
     @property
     def position(self) -> torch.Tensor:
-        """Positions, int64."""
+        """Positions of the tokens, int64 [n]."""
         return self.where.to(torch.int64)
 
     def coded(self, heads: slice = slice(None), index: torch.Tensor | slice = slice(None)) -> coder.Coded:
-        """Codes [K, n, bytes] and scales [K, n, 1] of some heads and tokens."""
+        """Return the codes [K, n, bytes] and scales [K, n, 1] of some heads and tokens."""
         return torch.cat([each[heads][:, index] for each in self.codes], -1), self.scales[heads][:, index].unsqueeze(-1)
 
     def put(self, at: torch.Tensor, coded: coder.Coded, position: torch.Tensor) -> None:
-        """Write tokens [K, n, ...] at numbers ``at`` of the bucket."""
+        """Write codes, scales and positions of tokens [K, n, ...] at indices ``at`` of the bucket."""
         words, scales = coded
         for own, new in zip(self.codes, words.split([each.shape[-1] for each in self.codes], -1), strict=True):
             own[:, at] = new
@@ -132,9 +133,10 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Buckets:
-    """The planes of one half as the module says; ``mean`` is None where narrow codes are not turned, the last two without tier 2.
+    """The planes of one slot as the module describes them; ``mean`` is None unless narrow codes are rotated, the last two are None without
+    tier 2.
 
-    ``originals`` is None too where attention has the planes.
+    ``originals`` is None too in attention, which does not get that plane.
     """
 
     entering: coder.Coded
@@ -150,7 +152,7 @@ class Buckets:
 
     @staticmethod
     def of(planes: Planes, form: BucketFormat) -> Buckets:
-        """The record of a half's planes; those behind them are left alone."""
+        """Return the record of a slot's planes; planes after them are ignored."""
         read = form.read
         mean, kept = planes[read - 1] if form.turned else None, planes[read] if form.kept and len(planes) > read else None
         entered = planes[FIRST] if form.kept else None
@@ -174,7 +176,7 @@ class Buckets:
         return self.entering if self.entered is None else (*self.entering, self.entered)
 
     def entered_as(self, growing: Planes) -> Buckets:
-        """The half with other planes of entering tokens."""
+        """Return the slot with other planes of entering tokens."""
         codes, scales, *kept = growing
         return replace(self, entering=(codes, scales), entered=kept[0] if kept else None)
 
@@ -206,7 +208,7 @@ class Buckets:
         return self.parts_of(self.counts)
 
     def parts_of(self, counts: Sequence[Sequence[int]]) -> tuple[Bucket, ...]:
-        """The buckets, row by row, from the tokens of each level of each row, without a wait."""
+        """Return the buckets, row by row, from the known numbers of tokens by row and level, without a wait."""
         found, place = [], 0
         codes, scales, where = self.pool.flatten(), self.scales.flatten(), self.where.flatten()
         begins = iter(pool_rows(counts, self.widths, self.heads, self.head_dim))
@@ -224,7 +226,7 @@ class Buckets:
         return tuple(found)
 
     def histogram(self, count: int, first: int) -> dict[int, int]:
-        """How many of the first ``count`` tokens of all rows have how many bits; ``first`` is what the plane of that name holds."""
+        """Return the first ``count`` tokens of all rows counted by bits, {bits: tokens}. ``first``: the value of the plane ``first``."""
         found = {ENTERING: self.rows * max(count - first, 0)}
         for of_row in self.counts:
             for bits, number in zip(self.widths, of_row, strict=True):
@@ -232,27 +234,27 @@ class Buckets:
         return {bits: number for bits, number in sorted(found.items()) if number}
 
     def plain(self, coded: coder.Coded, bits: int, row: int, heads: slice = slice(None)) -> torch.Tensor:
-        """The values float32 [K, n, D] of codes of some heads of a batch row."""
+        """Return the values, float32 [K, n, D], of codes of some heads of a batch row."""
         found = coder.decode(coded, bits)
         if self.mean is None or bits == ENTERING:
             return found
         return coder.turned(found) + self.mean[0, row, heads].to(torch.float32)
 
     def narrowed(self, coded: coder.Coded, bits: int, to: int, row: int) -> coder.Coded:
-        """Codes of fewer bits of codes [K, n, bytes] of a batch row, all heads."""
+        """Return codes of ``to`` bits made from codes [K, n, bytes] of ``bits`` bits of a batch row, all heads."""
         if self.mean is None or bits != ENTERING:
             return coder.narrower(coded, bits, to, self.form.frame)
         return self.coded(coder.decode(coded, bits), to, row)
 
     def coded(self, x: torch.Tensor, bits: int, row: int) -> coder.Coded:
-        """Codes of values [K, n, D] of a batch row, all heads."""
+        """Return the codes of values [K, n, D] of a batch row, all heads."""
         if self.mean is not None and bits != ENTERING:
             x = coder.turned(x - self.mean[0, row].to(torch.float32))
         return coder.encode(x, bits, self.scales.dtype, self.form.frame)
 
 
 def pool_rows(counts: Sequence[Sequence[int]], widths: tuple[int, ...], heads: int, head_dim: int) -> list[int]:
-    """The first row of the pool of each bucket, and behind them how many rows there are."""
+    """Return the first row of the pool of each bucket, and after them the number of rows."""
     found = [0]
     for of_row in counts:
         for bits, count in zip(widths, of_row, strict=True):
@@ -261,7 +263,7 @@ def pool_rows(counts: Sequence[Sequence[int]], widths: tuple[int, ...], heads: i
 
 
 def with_pool_rows(ends_LBn: torch.Tensor, widths: tuple[int, ...], heads: int, head_dim: int) -> torch.Tensor:
-    """Planes ``ends`` int32 [L, 1, B, 1, 1, 2 * levels] from places int32 [L, B, levels] where buckets end. Waits for nothing."""
+    """Return planes ``ends``, int32 [L, 1, B, 1, 1, 2 * levels], from the buckets' ends, int32 [L, B, levels]. Does not wait."""
     sizes = on_device([heads * (head_dim * bits // 8) for bits in widths], ends_LBn.device)
     flat = ends_LBn.flatten(1).to(torch.int64)
     counts = flat - torch.nn.functional.pad(flat[:, :-1], (1, 0))
@@ -272,23 +274,26 @@ def with_pool_rows(ends_LBn: torch.Tensor, widths: tuple[int, ...], heads: int, 
 
 @dataclass(frozen=True)
 class PlaneLengths:
-    """The lengths of planes: rows of the pool, and tokens of ``scales`` and ``where``."""
+    """Lengths of planes: rows of the pool, and tokens of ``scales`` and ``where``."""
 
     rows: int
     tokens: int
 
     @staticmethod
     def of(counts: Sequence[Sequence[int]], like: Buckets) -> PlaneLengths:
-        """The room that some tokens of each bucket need."""
+        """Return the lengths that the given numbers of tokens by row and level need."""
         return PlaneLengths(pool_rows(counts, like.widths, like.heads, like.head_dim)[-1], sum(map(sum, counts)))
 
 
 def values(slot_buckets: Buckets, count: int, heads: slice = slice(None)) -> torch.Tensor:
-    """The values at positions 0 to ``count`` - 1 of some heads, float32 [B, K, T, D]; zero where no token is. Waits for the device."""
+    """Return the values at positions 0 to ``count`` - 1 of some heads, float32 [B, K, T, D]; zero for absent tokens.
+
+    Waits for the device.
+    """
     entering = coder.decode((slot_buckets.entering[0][:, :, heads], slot_buckets.entering[1][:, :, heads]), ENTERING)
     entering = entering.permute(1, 2, 0, 3, 4).flatten(2, 3)
     rows, kv_heads, tokens, dim = entering.shape
-    # Tokens behind the last one that was asked for go to one more place.
+    # Tokens at or after ``count`` are written to one extra index, which is dropped.
     out = entering.new_zeros(rows, kv_heads, count + 1, dim)
     at = (slot_buckets.first.flatten() + torch.arange(tokens, device=out.device)).clamp(max=count)
     out.index_copy_(2, at, entering)
@@ -298,7 +303,7 @@ def values(slot_buckets: Buckets, count: int, heads: slice = slice(None)) -> tor
 
 
 def levels(slot_buckets: Buckets, count: int) -> torch.Tensor:
-    """Levels of the tokens at positions 0 to ``count`` - 1, int8 [B, T]; where they enter, how many levels there are.
+    """Return the levels of the tokens at positions 0 to ``count`` - 1, int8 [B, T]; the number of levels for an entering token.
 
     Waits for the device.
     """
@@ -309,12 +314,12 @@ def levels(slot_buckets: Buckets, count: int) -> torch.Tensor:
 
 
 def empty(slot_buckets: Buckets, pages: int) -> Planes:
-    """Planes for ``pages`` pages of entering tokens."""
+    """Return zeroed planes for ``pages`` pages of entering tokens."""
     return tuple(plane.new_zeros(pages, *plane.shape[1:]) for plane in slot_buckets.growing)
 
 
 def with_room(slot_buckets: Buckets, pages: int) -> Buckets:
-    """Have ``pages`` pages for entering tokens, or twice as many as there were if that is more: few steps change the planes."""
+    """Return the slot with ``pages`` pages for entering tokens, or with twice its pages if that is more, to change planes rarely."""
     held = slot_buckets.entering[0].shape[0]
     if pages <= held:
         return slot_buckets
@@ -323,18 +328,18 @@ def with_room(slot_buckets: Buckets, pages: int) -> Buckets:
 
 
 def grown(plane: torch.Tensor, pages: int) -> torch.Tensor:
-    """The plane with ``pages`` pages at least, new ones zero; itself where it has them."""
+    """Return the plane with at least ``pages`` pages, new ones zero; the given tensor if it has them."""
     held = plane.shape[0]
     return plane if pages <= held else torch.cat([plane, plane.new_zeros(pages - held, *plane.shape[1:])])
 
 
 def pages_by_position(pages: int) -> int:
-    """How many pages a plane that grows with all positions gets where it needs so many: a little more, so that few steps change it."""
+    """Return the number of pages to give a plane by position that needs ``pages``: some slack, so that few steps change it."""
     return pages + pages // PAGES_BEHIND
 
 
 def made(slot_buckets: Buckets, ends: torch.Tensor, first: torch.Tensor, room: PlaneLengths) -> Buckets:
-    """Buckets with room for some tokens, none of them written, and no entering token; ``ends``: the plane of that name."""
+    """Return buckets with planes of the given lengths, nothing written to them, and no entering token; ``ends``: the plane of that name."""
     return replace(
         slot_buckets.entered_as(empty(slot_buckets, 0)), first=first, ends=ends.clone(),
         scales=slot_buckets.scales.new_zeros(room.tokens, *slot_buckets.scales.shape[1:]),
@@ -344,7 +349,7 @@ def made(slot_buckets: Buckets, ends: torch.Tensor, first: torch.Tensor, room: P
 
 
 def cut(slot_buckets: Buckets, count: int) -> Buckets:
-    """The first ``count`` tokens; codes as they are. Waits for the device."""
+    """Return the slot with its first ``count`` tokens only, codes unchanged. Waits for the device."""
     if count >= int(slot_buckets.first):
         return slot_buckets
     picked = [(part, (part.position < count).nonzero().flatten()) for part in slot_buckets.parts]
@@ -356,7 +361,7 @@ def cut(slot_buckets: Buckets, count: int) -> Buckets:
 
 
 def of_rows(slot_buckets: Buckets, rows: torch.Tensor) -> Buckets:
-    """The tokens of the given batch rows, in their order; codes as they are. Waits for the device."""
+    """Return the slot with the given batch rows, in their order, codes unchanged. Waits for the device."""
     number = len(slot_buckets.widths)
     picked = [
         [(part, torch.arange(part.scales.shape[1], device=rows.device)) for part in slot_buckets.parts[row * number : (row + 1) * number]]
@@ -370,7 +375,7 @@ def of_rows(slot_buckets: Buckets, rows: torch.Tensor) -> Buckets:
 
 
 def _chosen(slot_buckets: Buckets, picked: list[list[tuple[Bucket, torch.Tensor]]], first: torch.Tensor) -> Buckets:
-    """Some tokens of each level of each row of new buckets, as parts of the old ones and numbers in them."""
+    """Return new buckets of chosen tokens: for each row and level, an old bucket and indices into it."""
     counts = [[len(index) for _, index in of_row] for of_row in picked]
     sizes = torch.tensor(counts, dtype=torch.int32, device=slot_buckets.ends.device).view(len(picked), len(slot_buckets.widths))
     ends = sizes.flatten().cumsum(0, dtype=torch.int32).view(1, *sizes.shape)

@@ -1,7 +1,7 @@
-"""Budget: the bytes of a token at each width, and how many bytes a layer may spend (sections 2.2, 5.1, 10.1, 10.2).
+"""Budget: the bytes of a token at each width, and the bytes that a layer may spend (sections 2.2, 5.1, 10.1, 10.2).
 
-A budget is a fraction of what the layer's tokens take in 16 bits. It is counted in stored bytes: codes, scales, and what a token costs
-beside them whatever its width (its position). The formulas are sympy expressions, and numbers are made from them.
+A budget is a fraction of the layer's bytes in 16 bits. It counts stored bytes: codes, scales, and the bytes of a token that do not depend
+on its width (its position). The formulas are sympy expressions, evaluated to numbers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DENSE_BYTES = 2 * HEADS * HEAD_DIM * 2
 
 @dataclass(frozen=True)
 class KeyValueWidths:
-    """The widths that keys and values may have, each ascending. Their errors differ: a key's is inside the softmax."""
+    """The widths that keys and values may have, both ascending. They are separate since a key's error goes through the softmax."""
 
     keys: tuple[int, ...] = WIDTHS
     values: tuple[int, ...] = WIDTHS
@@ -47,13 +47,13 @@ class KeyValueWidths:
 
 @functools.cache
 def _key_or_value_bytes(heads: int, head_dim: int, bits: int, scale_bytes: int) -> int:
-    """Return the value of ``KEY_OR_VALUE_BYTES``; every allocation asks, and sympy takes its time."""
+    """Return the value of ``KEY_OR_VALUE_BYTES``, cached: every allocation needs it and sympy is slow."""
     return int(KEY_OR_VALUE_BYTES.subs({HEADS: heads, HEAD_DIM: head_dim, BITS: bits, SCALE_BYTES: scale_bytes}))
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes of a token of one layer, from kv heads, head dim, bytes of a scale, and bytes beside the codes whatever the width."""
+    """Byte costs of one layer's tokens, from kv heads, head dim, bytes of a scale, and the bytes ``beside`` the codes at any width."""
 
     heads: int
     head_dim: int
@@ -61,11 +61,11 @@ class Cost:
     beside: int = 4
 
     def key_or_value(self, bits: int) -> int:
-        """Stored bytes of one token's keys, or of its values, at a width."""
+        """Return the stored bytes of one token's keys, or of its values, at a width."""
         return _key_or_value_bytes(self.heads, self.head_dim, bits, self.scale_bytes)
 
     def token(self, keys: int, values: int) -> int:
-        """Stored bytes of one token at a width of its keys and one of its values."""
+        """Return the stored bytes of one token at given widths of its keys and values."""
         return self.key_or_value(keys) + self.key_or_value(values) + self.beside
 
     @property
@@ -74,15 +74,15 @@ class Cost:
         return int(DENSE_BYTES.subs({HEADS: self.heads, HEAD_DIM: self.head_dim}))
 
     def least(self, widths: KeyValueWidths) -> float:
-        """The smallest budget there is: every token at its least widths."""
+        """Return the smallest budget that can be met: every token at its least widths."""
         return self.token(widths.keys[0], widths.values[0]) / self.dense
 
     def most(self, widths: KeyValueWidths) -> float:
-        """The budget above which nothing is gained: every token at its largest widths."""
+        """Return the budget above which nothing is gained: every token at its largest widths."""
         return self.token(widths.keys[-1], widths.values[-1]) / self.dense
 
     def check(self, budget: float, widths: KeyValueWidths) -> None:
-        """Raise BadOption where a budget is below the least."""
+        """Raise BadOption if the budget is below the least."""
         least = self.least(widths)
         if not budget >= least:
             raise BadOption(
@@ -93,27 +93,28 @@ class Cost:
 
 
 def _above(least: float) -> float:
-    """The least number of two decimals that is not below."""
+    """Return the number rounded up to two decimals."""
     return math.ceil(round(least * 100, 10)) / 100
 
 
 @dataclass(frozen=True)
 class Phases:
-    """A budget that changes once, with the number of tokens (10.1): ``below`` under ``threshold`` tokens, ``above`` from there on."""
+    """A budget that changes once with the number of tokens (10.1): ``below`` under ``threshold`` tokens, ``above`` from there on."""
 
     below: float
     above: float
     threshold: int
 
     def at(self, tokens: int) -> float:
-        """The budget at a number of tokens."""
+        """Return the budget at a number of tokens."""
         return self.below if tokens < self.threshold else self.above
 
 
 def layer_budgets(budget: float, weights: Sequence[float], least: float, most: float) -> list[float]:
-    """Return a budget for each layer, in proportion to its weight between ``least`` and ``most``, ``budget`` on average (10.2).
+    """Return a budget for each layer, in proportion to its weight between ``least`` and ``most``, with mean ``budget`` (10.2).
 
-    What a layer cannot take or must have beyond its share the others give or get, so the whole is met.
+    A layer clamped to ``least`` or ``most`` changes the shares of the others, so that the mean is met; a ``budget`` outside of the two is
+    clamped for all layers. Raises BadOption unless all weights are positive.
     """
     if not all(weight > 0 for weight in weights):
         raise BadOption(

@@ -1,4 +1,4 @@
-"""Clock: when a layer's widths are decided anew (section 5.2): after an interval, or earlier where importance has drifted."""
+"""Clock: the steps at which a layer decides widths anew (section 5.2): after an interval, or earlier if importance has drifted."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from kvcompile.extensions.smartkv.importance import EPSILON
 
 
 def interval(layer: int, tokens: int, base: int = 16) -> int:
-    """Steps between two allocations: max(base * (1 + layer // 4), max(32, tokens / 8)), so deep layers and long contexts wait longer."""
+    """Return the steps between two allocations: max(base * (1 + layer // 4), 32, tokens // 8); more for deep layers and long contexts."""
     return max(base * (1 + layer // 4), 32, tokens // 8)
 
 
 def percentiles(importance_RT: torch.Tensor, keep_RT: torch.Tensor | None = None) -> torch.Tensor:
-    """The share of tokens that are less important than each, in [0, 1), float32 [R, T]; equal importance shares a rank.
+    """Return each token's rank: the share of tokens that are less important, in [0, 1), float32 [R, T]. Equal tokens have equal ranks.
 
-    Tokens that are not there rank at 0 and count for none.
+    Tokens outside ``keep`` have rank 0 and do not count. None keeps all.
     """
     keep = torch.ones_like(importance_RT, dtype=torch.bool) if keep_RT is None else keep_RT
     held = torch.where(keep, importance_RT, float("-inf")).contiguous()
@@ -26,9 +26,9 @@ def percentiles(importance_RT: torch.Tensor, keep_RT: torch.Tensor | None = None
 
 
 def divergence(now_RT: torch.Tensor, before_RT: torch.Tensor, common_RT: torch.Tensor) -> torch.Tensor:
-    """KL(now | before) in nats of importance as a distribution over the tokens that both know, float32 [R].
+    """Return KL(now | before) in nats between two importances, each normalised to a distribution over the ``common`` tokens, float32 [R].
 
-    Over all tokens it is infinite as soon as one is new.
+    Over all tokens it would be infinite as soon as one is new.
     """
     p, q = (torch.where(common_RT, item, 0.0).to(torch.float32) + EPSILON * common_RT for item in (now_RT, before_RT))
     p, q = (item / item.sum(-1, keepdim=True).clamp(min=EPSILON) for item in (p, q))
@@ -38,9 +38,10 @@ def divergence(now_RT: torch.Tensor, before_RT: torch.Tensor, common_RT: torch.T
 def drifted(
     now_RT: torch.Tensor, before_RT: torch.Tensor, common_RT: torch.Tensor, *, tau: float = 0.02, moved: float = 0.05, share: float = 0.10
 ) -> torch.Tensor:
-    """Whether a row's importance has drifted since the last allocation, bool [R].
+    """Return whether each row's importance has drifted since the last allocation, bool [R].
 
-    Its divergence is above ``tau`` nats, or more than ``share`` of the tokens that both know have moved by ``moved`` of all ranks.
+    It has if the divergence exceeds ``tau`` nats, or if the ranks of more than ``share`` of the ``common`` tokens changed by ``moved`` or
+    more.
     """
     apart = (percentiles(now_RT, common_RT) - percentiles(before_RT, common_RT)).abs() >= moved
     count = common_RT.sum(-1).clamp(min=1)

@@ -1,24 +1,25 @@
-"""Codes: integers of 2, 3, 4 or 8 bits, one scale a token and head (section 2.1).
+"""Codes: integers of 2, 3, 4 or 8 bits, one scale per token and head (section 2.1).
 
-Eight bits, as tokens enter: scale = amax / 127, code = clamp(rne(x / scale), -128, 127), two's complement, channel after channel. As in
-``symmetric``: the stored scale is rounded up and codes are made from what is stored, the floor of a scale is the smallest positive number
-of its dtype (the source's 1e-8 is less than float16 holds), and NaN or Inf make the scale NaN.
+Eight bits, for entering tokens: scale = amax / 127, code = clamp(rne(x / scale), -128, 127), two's complement, channel after channel. As in
+``symmetric``: the stored scale is rounded up and codes are computed with the stored scale, the least scale is the smallest positive number
+of its dtype (the source's 1e-8 underflows float16), and NaN or Inf make the scale NaN.
 
-Narrow codes differ from the source's in their scale, unless ``Frame.SOURCE`` asks for it: there it is amax / (2^(b-1) - 1), so that the
-code -2^(b-1) is never used, and of 2 bits a value is one of three. Here the scale has the sign that brings the channel of largest
+Narrow codes differ from the source's in their scale, unless ``Frame.SOURCE`` selects it: there it is amax / (2^(b-1) - 1), so the
+code -2^(b-1) is never used, and 2 bits have only three levels. Here the scale has the sign that maps the channel of largest
 magnitude to -2^(b-1), and all levels are used; on the other side a channel may be clipped by at most one step.
 
-Narrow keys are coded in another frame too: less the mean of the first tokens, and turned by a Hadamard matrix. Attention's softmax does
-not see it. Less one vector each, all scores of a query change by one number, which is added again; turned by an orthogonal matrix,
-keys and queries have the same products. But a channel that is far from zero in every token takes no part of the range any more.
+Narrow keys are also encoded in another frame: the mean of the first tokens is subtracted, and the rest is rotated by a Hadamard matrix.
+The softmax does not change: subtracting one vector from all keys shifts all scores of a query by one number, which is added back, and an
+orthogonal matrix preserves the products of keys and queries. But a channel that is far from zero in every token no longer takes up range.
 
-Bits lie in eight runs of c = D / 8 channels (``runs``): decoding needs no shuffles, and a run's codes are one field of 16-bit words::
+Channels are stored as eight runs of c = D / 8 channels (``runs``): decoding needs no shuffles, and a run's codes are one field of 16-bit
+words::
 
-    8 bits   word (h, j) of 4 x c   the channels j of runs 2h and 2h + 1, which are neighbours: channel after channel
-    4        word (g, j) of 2 x c   of runs 4g to 4g + 3, from the lowest bits up
-    2        word j of c            of all runs
-    3        two parts: word j of c has runs 0 to 4, and the high bit of run 7 as its last; then bytes with runs 5, 6 and the rest of 7,
-             those of channels j and j + c / 2 in word j of c / 2
+    8 bits   word (h, j) of 4 x c   channel j of runs 2h and 2h + 1, which are neighbours: channel after channel
+    4        word (g, j) of 2 x c   channel j of runs 4g to 4g + 3, from the lowest bits up
+    2        word j of c            channel j of all runs
+    3        two parts: word j of c holds runs 0 to 4, and in its top bit the high bit of run 7; then bytes with runs 5, 6 and the low
+             bits of 7, channels j and j + c / 2 in word j of c / 2
 
 Narrow words hold code + 2^(b-1).
 """
@@ -35,45 +36,45 @@ WIDTHS = (2, 3, 4, 8)
 """Bits that a channel may have."""
 
 ENTERING = 8
-"""Bits of a channel of a token that has just come."""
+"""Bits per channel of a newly appended token."""
 
 RUNS = 8
-"""Runs of channels that a head falls into."""
+"""Number of runs that a head's channels are split into."""
 
 Coded = tuple[torch.Tensor, torch.Tensor]
-"""Bytes [..., D * bits / 8] uint8 and scales [..., 1]."""
+"""Codes [..., D * bits / 8] uint8 and scales [..., 1]."""
 
 
 class Frame(enum.Enum):
-    """The frame of narrow codes: keys less their mean and turned, scales with a sign; or as the source has them."""
+    """The frame of narrow codes: TURNED subtracts the keys' mean, rotates and gives scales a sign; SOURCE encodes as the source does."""
 
     TURNED = "turned"
     SOURCE = "source"
 
 
 def largest_code(bits: int) -> int:
-    """The largest code of a width, 2^(bits-1) - 1."""
+    """Return the largest code of a width, 2^(bits-1) - 1."""
     return (1 << (bits - 1)) - 1
 
 
 def runs(x: torch.Tensor) -> torch.Tensor:
-    """Channels [..., D] as eight runs [..., 8, c]: run 2h + f has channels 2 c h + f, 2 c h + f + 2 and so on."""
+    """Return channels [..., D] as eight runs [..., 8, c]: run 2h + f has channels 2 c h + f, 2 c h + f + 2 and so on."""
     return x.unflatten(-1, (RUNS // 2, -1, 2)).transpose(-1, -2).flatten(-3, -2)
 
 
 def channels(x: torch.Tensor) -> torch.Tensor:
-    """The channels [..., D] of eight runs [..., 8, c]."""
+    """Return the channels [..., D] of eight runs [..., 8, c]; the inverse of ``runs``."""
     return x.unflatten(-2, (RUNS // 2, 2)).transpose(-1, -2).flatten(-3)
 
 
 def parts_of(bits: int, head_dim: int) -> tuple[int, ...]:
-    """Bytes of a head's codes in each of the parts that a width has in memory."""
+    """Return the bytes of a head's codes in each separately stored part of a width."""
     run = head_dim // RUNS
     return (2 * run, run) if bits == 3 else (bits * run,)
 
 
 def encode(x: torch.Tensor, bits: int, scale_dtype: torch.dtype = torch.float16, frame: Frame = Frame.TURNED) -> Coded:
-    """Codes and scales of tokens [..., D], each by its own largest magnitude; 8 must divide D."""
+    """Return codes and scales of tokens [..., D], each scaled by its own largest magnitude; 8 must divide D."""
     x = x.to(torch.float32)
     half = 1 << (bits - 1)
     if bits == ENTERING or frame is Frame.SOURCE:
@@ -85,7 +86,7 @@ def encode(x: torch.Tensor, bits: int, scale_dtype: torch.dtype = torch.float16,
 
 
 def decode(coded: Coded, bits: int) -> torch.Tensor:
-    """Values float32 [..., D] of what ``encode`` returned."""
+    """Return the values, float32 [..., D], of the result of ``encode``."""
     words, scale = coded
     if bits == ENTERING:
         codes = (words ^ 128).to(torch.int32) - 128
@@ -95,14 +96,14 @@ def decode(coded: Coded, bits: int) -> torch.Tensor:
 
 
 def narrower(coded: Coded, bits: int, to: int, frame: Frame = Frame.TURNED) -> Coded:
-    """Codes of ``to`` bits from codes of ``bits`` bits, which must be more: from codes no precision can be gained."""
+    """Return codes of ``to`` bits made from wider codes of ``bits`` bits. Raises ValueError unless ``to`` is smaller."""
     if to >= bits:
         raise ValueError(f"codes of {bits} bits cannot become codes of {to}: a promotion reads the original, not the codes")
     return encode(decode(coded, bits), to, coded[1].dtype, frame)
 
 
 def _signed_scale(x: torch.Tensor, half: int, dtype: torch.dtype) -> torch.Tensor:
-    """The scale that brings the channel of largest magnitude to -``half``; of two that differ in sign alone, the positive one."""
+    """Return the scale that maps the channel of largest magnitude to -``half``; the positive channel decides if two differ only in sign."""
     high, low = x.amax(-1, keepdim=True), x.amin(-1, keepdim=True)
     top = torch.maximum(high, -low)
     exact = torch.where(torch.isfinite(top), top * (1 / half), torch.full_like(top, float("nan")))
@@ -111,7 +112,7 @@ def _signed_scale(x: torch.Tensor, half: int, dtype: torch.dtype) -> torch.Tenso
 
 
 def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Raised codes int32 [..., 8, c] as bytes [..., c * bits]."""
+    """Return codes raised by 2^(b-1), int32 [..., 8, c], packed into bytes [..., c * bits]."""
     if bits == 3:
         run = codes.unbind(-2)
         words = run[0] | (run[1] << 3) | (run[2] << 6) | (run[3] << 9) | (run[4] << 12) | ((run[7] >> 2) << 15)
@@ -123,18 +124,18 @@ def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _bytes(words: torch.Tensor) -> torch.Tensor:
-    """The bytes [..., 2 n c] of words [..., n, c], the low one first."""
+    """Return the bytes [..., 2 n c] of 16-bit words [..., n, c], the low byte first."""
     return torch.stack([words & 255, words >> 8], -1).flatten(-3).to(torch.uint8)
 
 
 def _words(some: torch.Tensor, number: int) -> torch.Tensor:
-    """The words [..., number, c] of bytes."""
+    """Return the 16-bit words [..., number, c] of bytes."""
     pairs = some.unflatten(-1, (number, -1, 2))
     return pairs[..., 0] | (pairs[..., 1] << 8)
 
 
 def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Raised codes int32 [..., 8, c] of bytes int32 [..., c * bits]."""
+    """Return raised codes, int32 [..., 8, c], of bytes, int32 [..., c * bits]."""
     if bits == 3:
         size = 2 * (words.shape[-1] // 3)
         whole = _words(words[..., :size], 1)[..., 0, :]
@@ -147,10 +148,12 @@ def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def turned(x: torch.Tensor) -> torch.Tensor:
-    """Tokens [..., D] times a symmetric orthogonal matrix, its own inverse: a Hadamard matrix over the runs, and over blocks of each run.
+    """Return tokens [..., D] times a symmetric orthogonal matrix, its own inverse: a Hadamard matrix over the runs and over blocks of each
+    run.
 
-    A block of a run has the largest power of two that divides it. By sums of two elements each, so that what surrounds a token does not
-    change how its sums are rounded.
+    A block's size is the largest power of two that divides a run. Computed as sums of two elements each, so that a token's rounding does
+    not
+    depend on the other tokens of the tensor.
     """
     y = runs(x.to(torch.float32))
     order = y.shape[-1] & -y.shape[-1]
@@ -159,7 +162,7 @@ def turned(x: torch.Tensor) -> torch.Tensor:
 
 
 def _hadamard(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """The product along a dim with the Hadamard matrix whose entry (i, j) is negative where i & j has an odd number of bits, else 1."""
+    """Return the product along a dim with the Hadamard matrix whose entry (i, j) is -1 if i & j has an odd number of set bits, else 1."""
     size, step = x.shape[dim], 1
     x = x.movedim(dim, -1)
     while step < size:

@@ -1,4 +1,4 @@
-"""smartkv's attention over few queries by kernels: what they know, and their launches (``kernels``)."""
+"""smartkv's attention over few queries by kernels: the calls they support, and their launches (``kernels``)."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.types import PAGE
 
 QUERIES, ROWS = 8, 64
-"""The most queries, and rows of a kv head, that kernels take: scores of all rows lie in memory."""
+"""The largest numbers of queries, and of rows of a kv head, that the kernels support: scores of all rows are kept in memory."""
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 PROGRAMS, SPLITS = 1024, 128
-"""Programs that a launch should have, eight of one warp for each multiprocessor; the most parts of a row."""
+"""Programs that a launch should have, eight of one warp per multiprocessor; the largest number of splits of a row."""
 
 
 def scheme_of(text: str) -> Smartkv:
-    """The scheme that an operand spells."""
+    """Return the scheme parsed from an operand's text."""
     scheme = schemes.parse(text)
     assert isinstance(scheme, Smartkv)
     return scheme
@@ -38,7 +38,7 @@ def scheme_of(text: str) -> Smartkv:
 
 @dataclasses.dataclass(frozen=True)
 class DecodeStepOperands:
-    """Operands of ``kvcompile::smartkv_attend``: those of ``attend``, and the planes that it moves on."""
+    """Operands of ``kvcompile::smartkv_attend``: those of ``attend``, and the planes ``importance`` and ``heads`` that it updates."""
 
     attend: AttendOperands[torch.Tensor]
     importance: torch.Tensor
@@ -51,7 +51,7 @@ class DecodeStepOperands:
 
 
 def step_gap(step: DecodeStepOperands) -> str | None:
-    """Why the kernels do not know a step, None where they do; for real tensors and fake ones."""
+    """Return the reason why the kernels do not support a step, None if they do; for real tensors and fake ones."""
     q, planes = step.attend.q, step.attend.keys
     H, S, D, K = q.shape[1], q.shape[2], q.shape[3], planes[0].shape[2]
     if not all(isinstance(size, int) for size in (H, S, D, K)):
@@ -66,9 +66,9 @@ def step_gap(step: DecodeStepOperands) -> str | None:
 
 
 def step_by_kernels(launcher: Launcher, step: DecodeStepOperands, tells: bool = True) -> torch.Tensor:
-    """The result [B, H, S, D] of a step without a gap; its kernels are started by ``launcher``.
+    """Return the result [B, H, S, D] of a step for which ``step_gap`` is None; ``launcher`` starts its kernels.
 
-    ``tells``: whether importance is moved on; a benchmark asks what that costs.
+    ``tells``: whether to update importance; False lets a benchmark measure its cost.
     """
     operands = step.attend
     q, (key, value) = operands.q, step.schemes
@@ -95,8 +95,8 @@ def step_by_kernels(launcher: Launcher, step: DecodeStepOperands, tells: bool = 
         weights, pages, B, slots, q.stride(0), q.stride(1), q.stride(2), *masks[4:], **shape, C=D // 8, COLUMNS=columns,
         LEVELS=len(key.levels), **firsts, VALUE_BITS=bits_of_levels(values.widths), TURNED=keys.mean is not None,
         PACKED=launcher.cuda and not wide, SCALE=operands.scale, SOFTCAP=operands.softcap, **constants, TELLS=tells,
-        # One warp has the registers for the sums of eight rows of 16 channels in each run, two hold those of 64. Four would multiply by
-        # instructions of a warp group, which nobody has seen right here.
+        # One warp has the registers for the sums of eight rows of 16 channels in each run, two for those of 64. Four warps would compile to
+        # warp-group MMA instructions, which are untested here.
         warps=4 if wide else 1 if columns * R <= 128 else 2,
     )
     telling = (slots + CHUNK.value - 1) // CHUNK.value + 1 if tells else 0
@@ -112,13 +112,13 @@ def step_by_kernels(launcher: Launcher, step: DecodeStepOperands, tells: bool = 
 
 
 def _splits(rows: Any, kv_heads: int) -> int:
-    """Parts that a row's tokens are split into, a power of two; of a batch that changes, as for a small one."""
+    """Return the number of splits of a row's tokens, a power of two; for a symbolic batch, that of a batch of four."""
     pairs = rows * kv_heads if isinstance(rows, int) else 4 * kv_heads
     return int(triton.next_power_of_2(max(1, min(SPLITS, PROGRAMS // pairs))))
 
 
 def _masks(operands: AttendOperands[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Limits and masks as ``attend_tokens`` takes them, four tensors and their strides, and its constants of them."""
+    """Return the limits and masks for ``attend_tokens``, four tensors and then their strides, and the kernel constants that they imply."""
     q, hi, lo, keep, bias = operands.q, operands.hi, operands.lo, operands.keep, operands.bias
     assert hi is not None
     kind = 0 if bias is None else 1 if bias.dtype is torch.bool else 2
@@ -131,5 +131,5 @@ def _masks(operands: AttendOperands[torch.Tensor]) -> tuple[tuple[Any, ...], dic
 
 
 def _strides(mask: torch.Tensor) -> Sequence[Any]:
-    """Strides, 0 where one entry serves all."""
+    """Return the strides of a mask, 0 along dims of size 1."""
     return [0 if isinstance(size, int) and size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True)]

@@ -1,10 +1,10 @@
-"""Hysteresis: a token's width is decided anew only where its rank has moved, and stayed moved (section 5.1).
+"""Hysteresis: a token's width may change only after its rank has moved, and stayed moved (section 5.1).
 
-A token's rank is the share of tokens that are less important. It is free where its rank stands ``moved`` away from where its width was last
-decided, at ``checks`` allocations in a row. As printed in the source a token is free only so, and the first allocation never happens: a
-token that is always first stays at the least width. Here one without a decision is free, and all are where holding the others breaks the
-budget, or costs more than a little of the utility that there could be: else new tokens would take all bytes that a growing cache may
-spend, whatever they are worth.
+A token's rank is the share of tokens that are less important. A token is free to change after ``checks`` consecutive allocations at which
+its rank was at least ``moved`` away from the rank of its last decision. In the source a token is free only under that rule, so the first
+allocation never happens: a token that is always first stays at the least width. Here a token without a decision is free as well, and all
+tokens are free if holding the others exceeds the budget or costs more than a set share of the reachable utility. Otherwise new tokens
+would take all bytes that a growing cache may spend, whatever their importance.
 """
 
 from __future__ import annotations
@@ -18,40 +18,40 @@ from kvcompile.extensions.smartkv.clock import percentiles
 from kvcompile.extensions.smartkv.ladder import Ladder, LevelPreference
 
 MOST_AWAY = 6
-"""Checks in a row that are counted; one more does not change what is free."""
+"""The largest count of consecutive checks away that is stored; a larger one frees no further token."""
 
 
 @dataclass(frozen=True)
 class Decided:
-    """Ranks of tokens when their widths were decided, float32 [R, T], NaN where they never were; checks in a row away from it, int8."""
+    """Each token's rank at its last decision, float32 [R, T], NaN if it had none; and its consecutive checks away from that rank, int8."""
 
     rank: torch.Tensor
     away: torch.Tensor
 
     @staticmethod
     def nothing(rows: int, tokens: int, device: torch.device | None = None) -> Decided:
-        """No token's width was decided."""
+        """Return the state of tokens without any decision."""
         rank = torch.full((rows, tokens), float("nan"), device=device)
         return Decided(rank, torch.zeros(rows, tokens, dtype=torch.int8, device=device))
 
     def grown(self, tokens: int) -> Decided:
-        """Return it with tokens added, whose width was not decided."""
+        """Return the state with undecided tokens appended, up to ``tokens``."""
         more = Decided.nothing(self.rank.shape[0], tokens - self.rank.shape[1], self.rank.device)
         return Decided(torch.cat([self.rank, more.rank], dim=1), torch.cat([self.away, more.away], dim=1))
 
     def checked(self, ranks_RT: torch.Tensor, moved: float) -> Decided:
-        """One more check."""
+        """Return the state after one more check of the tokens' current ranks."""
         away = (ranks_RT - self.rank).abs() >= moved
         return replace(self, away=torch.where(away, self.away.clamp(max=MOST_AWAY - 1) + 1, 0).to(torch.int8))
 
     def free(self, checks: int) -> torch.Tensor:
-        """Which tokens may have another width, bool [R, T]."""
+        """Return whether each token may change its width, bool [R, T]."""
         return self.rank.isnan() | (self.away >= checks)
 
 
 @dataclass(frozen=True)
 class Hysteresis:
-    """How far a rank must move and for how many checks; the share of the utility that holding tokens may cost before all are free."""
+    """Limits of the hysteresis: the least change of rank, the checks in a row that it must last, and the share of utility it may cost."""
 
     moved: float = 0.05
     checks: int = 2
@@ -60,7 +60,7 @@ class Hysteresis:
 
 @dataclass(frozen=True)
 class LevelBounds:
-    """The levels that each token may have, int8 [R, T]; -1 both where no token is."""
+    """The lowest and highest level that each token may have, int8 [R, T]; both are -1 for absent tokens."""
 
     low: torch.Tensor
     high: torch.Tensor
@@ -70,10 +70,11 @@ def decide(
     importance_RT: torch.Tensor, spend_R: torch.Tensor, terms: Terms, levels: Ladder, preference: LevelPreference, before_RT: torch.Tensor,
     decided: Decided, bounds: LevelBounds, hysteresis: Hysteresis,
 ) -> tuple[torch.Tensor, Decided]:
-    """Return the new levels, int8 [R, T], and what was decided.
+    """Return the new levels, int8 [R, T], and the updated state of decisions.
 
-    ``before`` and ``decided`` as the last call returned them, grown by what came since. A row is allocated whole where the tokens that are
-    held take too many bytes, or cost more than ``sticking.costs`` of its utility.
+    ``before`` and ``decided``: the results of the last call, grown by the tokens that came since. A row is allocated without hysteresis if
+    the
+    held tokens exceed its bytes, or if they cost more than ``hysteresis.costs`` of its utility.
     """
     there = bounds.high >= 0
     ranks = percentiles(importance_RT, there)
@@ -82,14 +83,14 @@ def decide(
     stays = (~free & there & (bounds.low < bounds.high)).to(torch.bool)
     kept = torch.minimum(torch.maximum(before_RT, bounds.low), bounds.high)
     low, high = torch.where(stays, kept, bounds.low), torch.where(stays, kept, bounds.high)
-    # Both ways side by side: one launch where a kernel decides.
+    # Held and free allocations in one batch: a single launch on CUDA.
     both = allocate(
         torch.cat([importance_RT, importance_RT]), torch.cat([spend_R, spend_R]), terms, torch.cat([low, bounds.low]),
         torch.cat([high, bounds.high]),
     )
     held, whole = both.chunk(2)
     bytes_held, bytes_whole = spent(both, terms).chunk(2)
-    # What cannot be met at all is no reason to move: then the whole is no better.
+    # A budget that no allocation meets is no reason to free the tokens: then the free allocation is not smaller.
     unmet = (bytes_held > spend_R) & (bytes_whole < bytes_held)
     of_whole, of_held = (utility(importance_RT, each, levels, preference) for each in (whole, held))
     anew = (unmet | (of_whole - of_held > hysteresis.costs * of_whole)).unsqueeze(-1)

@@ -1,16 +1,16 @@
-"""Importance: what attention gives to each token, as one number a token (sections 3, 4 and 9.1).
+"""Importance: the attention that each token received, as one number per token (sections 3, 4 and 9.1).
 
-Axes: R batch rows, H query heads, T tokens, L layers. ``keep`` [R, T] says which tokens are there: padding and slots that nobody wrote have
-no importance and count in no mean.
+Axes: R batch rows, H query heads, T tokens, L layers. ``keep`` [R, T] marks present tokens: padding and unwritten slots have no importance
+and do not count in any mean.
 
-What differs from the source, and why:
+Differences from the source, and their reasons:
 
-* Its head weights (4.2) are the mean of a softmax row over the tokens, 1 / T for every head: they weigh nothing. Here a head's measure
-  is one that differs between heads (``Measure``); the mean stays as a choice, to show that.
-* It adds 0.7 of a quantity of mean 1 to 0.3 of one of mean 1 / T. Both are brought to mean 1 first.
-* "The last step that a token was seen at" is every step, as all are attended to. A token's age counts from the step of its birth.
-* An average that begins at zero is small for a young token however much it is attended to. ``unbiased`` divides by what the weights of its
-  steps add up to; the source does not, which is the default.
+* The source's head weights (4.2) are the mean of a softmax row over the tokens, 1 / T for every head, and so weigh nothing. Here a head's
+  measure differs between heads (``Measure``); the mean stays as an option, to show that.
+* The source adds 0.7 of a quantity of mean 1 to 0.3 of one of mean 1 / T. Here both are scaled to mean 1 first.
+* "The last step that a token was seen at" is every step, since all tokens are attended to. Here a token's age counts from its first step.
+* A moving average that begins at zero is small for a young token, however much attention it receives. ``unbiased`` divides by the sum of
+  its steps' weights; the default, as in the source, does not.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import enum
 import torch
 
 EPSILON = 1e-12
-"""Added to means that are divided by: nothing is there yet, or nothing was attended to."""
+"""Added to divisors that may be zero: no tokens yet, or no attention received."""
 
 LEAST_IMPORTANCE = 1e-30
-"""The least importance of a token that some query may see."""
+"""The least importance of a token that is visible to some query."""
 
 
 class Measure(enum.Enum):
-    """Measure of a head that tells looking at something from looking at everything."""
+    """The measure of a head: larger if the head concentrates its attention on few tokens."""
 
     PEAK = "peak"
     ENTROPY = "entropy"
@@ -36,10 +36,10 @@ class Measure(enum.Enum):
 
 
 def head_measure(weights_RHT: torch.Tensor, measure: Measure, keep_RT: torch.Tensor | None = None, sinks: int = 4) -> torch.Tensor:
-    """Return a number for each head, float32 [R, H], from rows of a softmax: larger where it tells tokens apart more.
+    """Return each head's measure, float32 [R, H], from rows of a softmax; larger for heads that distinguish tokens more.
 
-    ``PEAK``: the largest weight. ``ENTROPY``: 1 less the entropy over that of equal weights. ``OFF_SINKS``: the weight of all but the first
-    ``sinks`` tokens that are there. ``MEAN``: the source's, the same for all heads.
+    ``PEAK``: the largest weight. ``ENTROPY``: 1 minus the entropy relative to that of equal weights. ``OFF_SINKS``: the total weight of all
+    present tokens but the first ``sinks``. ``MEAN``: the source's measure, equal for all heads. ``keep`` None: all tokens are present.
     """
     weights = weights_RHT.to(torch.float32)
     keep = torch.ones_like(weights[:, 0], dtype=torch.bool) if keep_RT is None else keep_RT
@@ -57,31 +57,32 @@ def head_measure(weights_RHT: torch.Tensor, measure: Measure, keep_RT: torch.Ten
 
 
 def averaged(before: torch.Tensor, now: torch.Tensor, decay: float) -> torch.Tensor:
-    """One step of the moving average of any shape (3.2, 4.2): decay * before + (1 - decay) * now."""
+    """Return the moving average after one more step, for any shape (3.2, 4.2): decay * before + (1 - decay) * now."""
     return decay * before + (1 - decay) * now
 
 
 def unbiased(average: torch.Tensor, steps: torch.Tensor, decay: float) -> torch.Tensor:
-    """A moving average that began at zero, divided by the sum of the weights of its ``steps`` steps."""
+    """Return a moving average that began at zero, divided by the sum of the weights of its ``steps`` steps."""
     return average / (1 - decay ** steps.clamp(min=1).to(torch.float32))
 
 
 def token_mass(weights_RHT: torch.Tensor, of_heads_RH: torch.Tensor | None = None) -> torch.Tensor:
-    """The mean over heads of what each token gets, [R, T] (3.1), with ``of_heads`` each head times its weight (4.2).
+    """Return the mean over heads of each token's attention weight, [R, T] (3.1); ``of_heads``: weights of the heads (4.2), None for equal
+    ones.
 
-    A head whose softmax is not finite gives nothing: an average would keep a NaN for ever.
+    NaN and Inf count as zero: a moving average would keep a NaN forever.
     """
     weights = weights_RHT.to(torch.float32).nan_to_num(0.0, 0.0, 0.0)
     return weights.mean(1) if of_heads_RH is None else (weights * of_heads_RH.unsqueeze(-1)).mean(1)
 
 
 def head_weights(measures_RH: torch.Tensor) -> torch.Tensor:
-    """Measures of heads, averaged over steps and layers, as weights of mean 1 (4.2)."""
+    """Return measures of heads, averaged over steps and layers, scaled to weights of mean 1 (4.2)."""
     return measures_RH / (measures_RH.mean(-1, keepdim=True) + EPSILON)
 
 
 def of_mean_one(importance_RT: torch.Tensor, keep_RT: torch.Tensor | None = None) -> torch.Tensor:
-    """Importance divided by its mean over the tokens that are there (3.3); zero where none is."""
+    """Return importance divided by its mean over the present tokens (3.3); zeros in a row without any."""
     if keep_RT is None:
         return importance_RT / (importance_RT.mean(-1, keepdim=True) + EPSILON)
     importance = torch.where(keep_RT, importance_RT, 0.0)
@@ -90,15 +91,15 @@ def of_mean_one(importance_RT: torch.Tensor, keep_RT: torch.Tensor | None = None
 
 
 def across_layers(importance_LRT: torch.Tensor, keep_RT: torch.Tensor | None = None) -> torch.Tensor:
-    """The mean over layers, of mean 1, [R, T] (3.3)."""
+    """Return the mean of importance over layers, scaled to mean 1, [R, T] (3.3)."""
     return of_mean_one(importance_LRT.to(torch.float32).mean(0), keep_RT)
 
 
 def weighted_by_recency(importance_RT: torch.Tensor, age_RT: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Importance times exp(-age / temperature); ages in steps since a token's birth (4.1)."""
+    """Return importance times exp(-age / temperature); ages in steps since a token's first (4.1)."""
     return importance_RT * torch.exp(-age_RT.to(torch.float32) / temperature)
 
 
 def blended(plain_RT: torch.Tensor, weighted_RT: torch.Tensor, share: float = 0.3, keep_RT: torch.Tensor | None = None) -> torch.Tensor:
-    """(1 - share) of the plain and ``share`` of the head-weighted importance, both of mean 1 (4.2)."""
+    """Return (1 - share) of the plain plus ``share`` of the head-weighted importance, both scaled to mean 1 (4.2)."""
     return (1 - share) * of_mean_one(plain_RT, keep_RT) + share * of_mean_one(weighted_RT, keep_RT)

@@ -1,9 +1,9 @@
-"""Ladder: the levels that a token may have, each a width of its keys and one of its values, from the least to the largest.
+"""Ladder: the levels that a token may have, each a width of its keys and a width of its values, in ascending order.
 
-Both halves of a token weigh its one importance, so the widenings of all tokens have the same order: by what they are worth per bit and unit
-of importance (section 5.1). A token climbs in that order, which leaves it one number, its level, and keys and values of one level lie
-in the same order in memory. The source's heap may widen one half where the other one's step before did not fit; here the token stays
-where it is. What that loses is less than one step of one token.
+Keys and values of a token share one importance, so the widenings of all tokens come in the same order: by utility per bit and unit of
+importance (section 5.1). A token climbs in that order. One number, its level, therefore describes a token, and keys and values of one level
+are stored in the same order. The source's heap may widen a token's keys after a step of its values did not fit, or the reverse; here the
+token stops at its level. The loss is below the utility of one step of one token.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvcompile.extensions.smartkv.budget import Cost, KeyValueWidths
 
 @dataclass(frozen=True)
 class LevelPreference:
-    """Weights of a step's worth: the exponent of U, the least importance, and how much keys and values matter (10.6)."""
+    """Weights of a step's utility: the exponent of U, the least importance, and the weights of keys and of values (10.6)."""
 
     alpha: float = 0.5
     floor: float = 1e-6
@@ -26,7 +26,7 @@ class LevelPreference:
 
 @dataclass(frozen=True)
 class Ladder:
-    """Widths of keys and of values at each level, and what each step to the next one is worth, which never grows."""
+    """The widths of keys and values at each level, and the worth of each step to the next level, which never increases."""
 
     keys: tuple[int, ...]
     values: tuple[int, ...]
@@ -37,24 +37,24 @@ class Ladder:
 
     @property
     def top(self) -> int:
-        """The largest level."""
+        """The highest level."""
         return len(self) - 1
 
     def costs(self, cost: Cost) -> tuple[int, ...]:
-        """Stored bytes of a token at each level."""
+        """Return the stored bytes of a token at each level."""
         return tuple(cost.token(keys, values) for keys, values in zip(self.keys, self.values, strict=True))
 
 
 def ladder(widths: KeyValueWidths, preference: LevelPreference) -> Ladder:
-    """The levels of some widths: a step is worth weight * (U(b') - U(b)) / (b' - b), with U(b) = b^alpha.
+    """Return the levels of the given widths. A step from b to b' is worth weight * (U(b') - U(b)) / (b' - b), with U(b) = b^alpha.
 
-    Equal steps: the earlier one of its half first, then that of keys.
+    Among equal steps the one earlier in its own chain of widths comes first, then the one of keys.
     """
     steps = []
     for which, (chain, weight) in enumerate(zip(widths, (preference.keys, preference.values), strict=True)):
         worth = float("inf")
         for number, (b, wider) in enumerate(itertools.pairwise(chain)):
-            # Never above the step before, whatever the rounding: the steps of a half keep their order.
+            # Never above the step before, whatever the rounding: the steps of keys, and those of values, keep their order.
             worth = min(worth, weight * (wider**preference.alpha - b**preference.alpha) / (wider - b))
             steps.append((-worth, number, which, wider))
     now = [widths.keys[0], widths.values[0]]

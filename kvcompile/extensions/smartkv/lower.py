@@ -1,4 +1,4 @@
-"""Inductor's lowering of ``kvcompile::smartkv_attend``: its kernels as one node on CUDA, else the operation as it is."""
+"""Inductor's lowering of ``kvcompile::smartkv_attend``: its kernels as one node on CUDA, else a call of the operation's eager body."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ log = logging.getLogger(__name__)
 
 
 def lower_smartkv(*args: Any, **kwargs: Any) -> Any:
-    """The result of a site as a box; operands as ``smartkv_attend`` has them. Logs why CUDA is left with the definition."""
+    """Lower a call of ``smartkv_attend`` with the same operands; returns its result as an Inductor box.
+
+    Logs the reason if a call on CUDA runs the eager body.
+    """
     given = named(smartkv_attend, args, kwargs)
     if given["q"].get_device().type == "cuda":
         given = {**given, "q": channels_together(given["q"])}

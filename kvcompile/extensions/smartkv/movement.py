@@ -1,4 +1,4 @@
-"""Decisions and moves of smartkv's tokens by kernels, on CUDA: no operation of a step or of a move waits for the device."""
+"""Decisions and moves of smartkv's tokens by kernels on CUDA: no operation of a step or of a move waits for the device."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from kvcompile.schemes.symmetric import SCALE_ULP, TINY
 from kvcompile.types import PAGE
 
 TILE, WIDE, BLOCK = 32, 1024, 2048
-"""Places of a program that moves or decodes, and of one that reads positions alone; tokens that levels are decided of at a time."""
+"""Indices of a program that moves or decodes, and of one that reads positions only; tokens of ``choose_levels`` at a time."""
 
 
 class Kernels:
-    """Reads and moves the tokens of a half as ``moves.EagerMoves`` does, by kernels that ``launcher`` starts."""
+    """A ``moves.Movement`` on CUDA: reads and re-encodes the tokens of one slot by kernels that ``launcher`` starts."""
 
     def __init__(self, launcher: Launcher) -> None:
         self.launcher = launcher
@@ -51,7 +51,7 @@ class Kernels:
         )
 
     def values(self, slot_buckets: Buckets, count: int, head: int) -> torch.Tensor:
-        """The values at positions 0 to ``count`` - 1 of one kv head, float32 [B, 1, T, D]; zero where no token is."""
+        """Return the values at positions 0 to ``count`` - 1 of one kv head, float32 [B, 1, T, D]; zero for absent tokens."""
         out = torch.zeros(slot_buckets.rows, 1, count, slot_buckets.head_dim, device=slot_buckets.ends.device)
         self.launcher.kernel(
             decode_tokens, _grid(slot_buckets, 1), *_planes(slot_buckets), out, slot_buckets.entering[0].shape[0], slot_buckets.rows,
@@ -62,7 +62,7 @@ class Kernels:
 
 
 class LevelAllocator:
-    """Decides levels as ``allocation.by_sorting`` does, by a kernel that ``launcher`` starts."""
+    """The CUDA version of ``allocation.by_sorting``: decides levels by a kernel that ``launcher`` starts."""
 
     def __init__(self, launcher: Launcher) -> None:
         self.launcher = launcher
@@ -84,7 +84,7 @@ class LevelAllocator:
 
 
 def _planes(slot_buckets: Buckets) -> tuple[torch.Tensor, ...]:
-    """The planes of a half, with something in place of a mean that is not there."""
+    """Return the planes for the kernels; ``scales`` is passed as a dummy if there is no mean."""
     return (
         *slot_buckets.entering, slot_buckets.first, slot_buckets.ends, slot_buckets.scales, slot_buckets.where, slot_buckets.pool,
         slot_buckets.scales if slot_buckets.mean is None else slot_buckets.mean
@@ -92,7 +92,7 @@ def _planes(slot_buckets: Buckets) -> tuple[torch.Tensor, ...]:
 
 
 def _shape(slot_buckets: Buckets) -> dict[str, Any]:
-    """Constants of kernels that go over a half."""
+    """Return the constants of kernels that read one slot's tokens."""
     run = slot_buckets.head_dim // 8
     return {
         "K": slot_buckets.heads, "C": run, "COLUMNS": triton.next_power_of_2(max(16, run)), "LEVELS": len(slot_buckets.widths),
@@ -101,7 +101,7 @@ def _shape(slot_buckets: Buckets) -> dict[str, Any]:
 
 
 def _grid(slot_buckets: Buckets, heads: int) -> tuple[int, int, int]:
-    """Tiles of all places of a row that there may be and of all entering tokens; kv heads; batch rows."""
+    """Return the launch grid: tiles over the most indices that a row may have and over all entering tokens; kv heads; batch rows."""
     return triton.cdiv(slot_buckets.where.shape[0], slot_buckets.rows * TILE) + slot_buckets.entering[0].shape[
         0
     ] * PAGE // TILE + 1, heads, slot_buckets.rows

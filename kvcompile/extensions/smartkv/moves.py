@@ -1,9 +1,8 @@
-"""Moves: tokens go to the buckets of their new levels, into planes that stay where they are as long as there is room.
+"""Moves: tokens are re-encoded into the buckets of their new levels, in the same planes as long as they are large enough.
 
-What becomes narrower is coded again from its codes, the rest is moved as it is; with tier 2 what changes its width is coded from its
-original (``originals``). A move reads the old planes and writes new ones of the same
-length, which are then copied over the old ones: a graph that was recorded with them finds them where they were. Planes get a little more
-room than their tokens need, so that few moves make others.
+A token that becomes narrower is encoded from its old codes and others are copied; with tier 2, a token that changes width is encoded from
+its full-precision copy (``originals``). A move reads the old planes and writes temporary planes of the same lengths, which are then copied
+over the old ones: a recorded CUDA graph that uses the planes stays valid. New planes get slack, so that few moves allocate new ones.
 """
 
 from __future__ import annotations
@@ -23,30 +22,31 @@ from kvcompile.schemes.base import Planes
 from kvcompile.types import PAGE, pages_for
 
 SLACK = 128
-"""Planes that are made anew have room for a 128th more than their tokens need."""
+"""Newly made planes have room for 1/128 more than their tokens need."""
 
 
 def with_slack(need: PlaneLengths) -> PlaneLengths:
-    """Room for a little more than is needed."""
+    """Return the lengths with slack added."""
     return PlaneLengths(need.rows + need.rows // SLACK, need.tokens + need.tokens // SLACK)
 
 
 def fits(slot_buckets: Buckets, need: PlaneLengths) -> bool:
-    """Whether a half's planes have the room."""
+    """Return whether a slot's planes are long enough."""
     return need.rows <= slot_buckets.pool.shape[0] and need.tokens <= slot_buckets.where.shape[0]
 
 
 def held_bytes(slot_buckets: Buckets, room: PlaneLengths | None = None) -> int:
-    """Bytes of a half's settled tokens with that room, or with the room that its planes have."""
+    """Return the bytes of a slot's settled tokens in planes of the given lengths; None: in its present planes."""
     room = room or PlaneLengths(slot_buckets.pool.shape[0], slot_buckets.where.shape[0])
     return room.rows * buckets.ROW + room.tokens * (slot_buckets.heads * slot_buckets.scales.itemsize + slot_buckets.where.itemsize)
 
 
 @dataclass(frozen=True)
 class TokenMove:
-    """New places of a half's tokens: levels int8 [B, T], places int32 [B, T], the plane ``ends``.
+    """The new indices of a slot's tokens: levels int8 [B, T], indices int32 [B, T], and the plane ``ends``.
 
-    ``counts``: tokens of each level of each row, on the host. ``again``: those that are coded from their originals, with tier 2.
+    ``counts``: tokens of each row and level, on the host. ``again``: the tokens encoded from their full-precision copies; None without tier
+    2.
     """
 
     levels: torch.Tensor
@@ -57,7 +57,7 @@ class TokenMove:
 
 
 def placed(levels_LBT: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The place of each token, int32 [L, B, T], and ``ends``, int32 [L, B, levels], from levels below ``number``, int8 [L, B, T]."""
+    """Return each token's index, int32 [L, B, T], and ``ends``, int32 [L, B, levels], from levels below ``number``, int8 [L, B, T]."""
     layers, rows, tokens = levels_LBT.shape
     found, order = levels_LBT.sort(dim=-1, stable=True)
     begin = (torch.arange(rows, device=order.device) * tokens).view(1, -1, 1)
@@ -69,7 +69,7 @@ def placed(levels_LBT: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.T
 
 
 def order_of(levels_BT: torch.Tensor, slot_buckets: Buckets) -> TokenMove:
-    """The order of one half alone. Waits for the device."""
+    """Return the move of one slot's tokens to the given levels. Waits for the device."""
     number = len(slot_buckets.widths)
     place, ends = placed(levels_BT.unsqueeze(0), number)
     plane = buckets.with_pool_rows(ends, slot_buckets.widths, slot_buckets.heads, slot_buckets.head_dim)[0]
@@ -77,27 +77,28 @@ def order_of(levels_BT: torch.Tensor, slot_buckets: Buckets) -> TokenMove:
 
 
 def counts_of(ends: Sequence[int], number: int) -> tuple[tuple[int, ...], ...]:
-    """Tokens of each of ``number`` levels of each row, from places where buckets end, row by row."""
+    """Return the tokens of each row and of each of ``number`` levels, from the indices where buckets end, row by row."""
     sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
     return tuple(tuple(sizes[at : at + number]) for at in range(0, len(sizes), number))
 
 
 class Movement(Protocol):
-    """Reads and moves the tokens of a half on some device as ``EagerMoves`` does."""
+    """Operations that read and re-encode the tokens of one slot on a device; ``EagerMoves`` defines them."""
 
     def levels(self, slot_buckets: Buckets, count: int) -> torch.Tensor:
-        """Levels of the tokens at positions 0 to ``count`` - 1, int8 [B, T]; one more than the largest where they enter."""
+        """Return the levels of the tokens at positions 0 to ``count`` - 1, int8 [B, T]; the number of levels for an entering token."""
 
     def move(self, slot_buckets: Buckets, order: TokenMove, first: int, into: Buckets) -> None:
-        """Write codes, scales and positions of all tokens below T into the planes of ``into``, in ``order``.
+        """Write codes, scales and positions of all tokens below T into the planes of ``into``, as ``order`` says.
 
-        ``first``: what the half's plane of that name holds. A token never becomes wider, unless ``order.again`` has it: what is written
-        of those makes no difference.
+        ``first``: the value of the slot's plane ``first``. Tokens never become wider, except those of ``order.again``, whose codes may be
+        anything
+        here: they are overwritten later.
         """
 
 
 class EagerMoves:
-    """Moves by operators of torch; waits for the device."""
+    """The definition of moves by torch operators; waits for the device."""
 
     def levels(self, slot_buckets: Buckets, count: int) -> torch.Tensor:
         return buckets.levels(slot_buckets, count)
@@ -119,7 +120,7 @@ class EagerMoves:
 
 
 MOVEMENTS: dict[str, Movement] = {}
-"""Movements by kernels, by type of device; a room of kernels adds its own."""
+"""Movements by kernels, by device type; a package of kernels adds its own."""
 
 
 def movement(device: torch.device) -> Movement:
@@ -131,7 +132,7 @@ _Source = tuple[int, int, Callable[[torch.Tensor], coder.Coded], torch.Tensor]
 
 
 def _sources(slot_buckets: Buckets, count: int, first: int) -> Iterator[_Source]:
-    """Places that tokens lie in: bits, batch row, a function from indices to codes [K, n, ...], and the position of each index."""
+    """Yield every source of tokens: bits, batch row, a function from indices to codes [K, n, ...], and the position of each index."""
     words, scales = slot_buckets.entering
     place = torch.arange(count - first, device=words.device)
     for row in range(slot_buckets.rows):
@@ -145,13 +146,13 @@ def _sources(slot_buckets: Buckets, count: int, first: int) -> Iterator[_Source]
 
 
 def settled(slot_buckets: Buckets, levels_BT: torch.Tensor) -> Buckets:
-    """All T tokens moved to the buckets that ``levels`` int8 [B, T] say, in planes without slack. Waits for the device."""
+    """Return the slot with all T tokens moved to the buckets of ``levels`` int8 [B, T], in planes without slack. Waits for the device."""
     order, count = order_of(levels_BT, slot_buckets), levels_BT.shape[1]
     return moved(slot_buckets, order, int(slot_buckets.first), count, PlaneLengths.of(order.counts, slot_buckets))
 
 
 def mean_of(slot_buckets: Buckets, first: int, count: int, there_BT: torch.Tensor) -> torch.Tensor:
-    """The plane ``mean`` of keys of which none is settled: over the tokens below ``count`` that are there."""
+    """Return the plane ``mean`` for keys without settled tokens: their mean over the present tokens below ``count``."""
     assert slot_buckets.mean is not None
     assert first == 0
     x = coder.decode(slot_buckets.entering, ENTERING).permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :count]
@@ -161,9 +162,9 @@ def mean_of(slot_buckets: Buckets, first: int, count: int, there_BT: torch.Tenso
 
 
 def moved(slot_buckets: Buckets, order: TokenMove, first: int, held: int, room: PlaneLengths | None) -> Buckets:
-    """The half with its first T tokens moved, T from ``order``; those up to ``held`` are left entering.
+    """Return the slot with its first T tokens moved, T from ``order``; those from T up to ``held`` stay entering.
 
-    ``first``: what the plane of that name holds. ``room``: that of new planes; None: its own planes are written.
+    ``first``: the value of the slot's plane ``first``. ``room``: the lengths of new planes; None writes the present planes.
     """
     count = order.levels.shape[1]
     if room is None:
@@ -185,7 +186,7 @@ def moved(slot_buckets: Buckets, order: TokenMove, first: int, held: int, room: 
 
 
 def _left(slot_buckets: Buckets, start: int, count: int) -> Planes:
-    """The entering planes with the ``count`` tokens from number ``start`` on at their beginning; the very tensors where of that size."""
+    """Return the entering planes with the ``count`` tokens from index ``start`` on moved to the front; in place for planes of one page."""
     codes, scales = slot_buckets.entering
     if codes.shape[0] == 1 and count <= PAGE:
         for plane in slot_buckets.growing if count else ():

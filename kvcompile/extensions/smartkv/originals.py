@@ -1,15 +1,16 @@
-"""Tier 2: the originals of a half's tokens, from which a move makes the codes of every width that it changes.
+"""Tier 2: full-precision copies of keys or values, from which a move encodes the tokens that change width.
 
 ::
 
-    entered    the cache's dtype [N, B, K, page, D]   of entering tokens, as they lie in ``Buckets.entering``
-    originals  the cache's dtype [M, B, K, page, D]   of settled tokens by position, on the device or in pinned host memory
+    entered    the cache's dtype [N, B, K, page, D]   entering tokens, indexed as ``Buckets.entering``
+    originals  the cache's dtype [M, B, K, page, D]   settled tokens (those in buckets), by position; on the device or in pinned host memory
 
-An append writes the first, a move copies its tokens to the second and reads nothing else; attention reads neither. So with tier 2 a token
-has the codes of its original at its width, however often that changed, and may become wider. Without it codes are made from codes.
+An append writes the first plane. A move copies from it into the second and encodes from the second only; attention reads neither. With
+tier 2 a token's codes are always those of its full-precision copy, however often its width changed, and it may become wider. Without tier 2
+new codes are made from old codes.
 
-How many tokens are coded again is known on the host by then, so nothing here waits for the device: on CUDA these are operators of torch
-behind the kernel that moves all tokens.
+The host knows by then how many tokens are re-encoded, so nothing here waits for the device. On CUDA these torch operators run after the
+kernel that moves all tokens.
 """
 
 from __future__ import annotations
@@ -24,19 +25,22 @@ from kvcompile.extensions.smartkv.codes import ENTERING
 from kvcompile.types import PAGE, pages_for
 
 AT_ONCE = 4096
-"""Tokens of a batch row that are coded at a time; bounds the float32 scratch of ``encode``."""
+"""Tokens of a batch row that are encoded at a time; bounds the float32 scratch of ``encode``."""
 
 
 @dataclass(frozen=True)
 class Again:
-    """The tokens of a half that a move codes again: positions int64 [B, T], by new level, and how many of each level of each row."""
+    """The tokens of one slot that a move re-encodes: positions int64 [B, T] sorted by new level, and their count by row and level."""
 
     position: torch.Tensor
     counts: tuple[tuple[int, ...], ...]
 
 
 def changed(widths: tuple[int, ...], before_RT: torch.Tensor, after_RT: torch.Tensor) -> torch.Tensor:
-    """Which tokens change their width, bool [R, T], from levels int8; one more than the largest ``before`` is a token that enters."""
+    """Return whether each token changes its width, bool [R, T], from its levels before and after, int8 [R, T].
+
+    Level ``len(widths)`` before the move stands for a token that is still entering, at 8 bits.
+    """
     bits = (*widths, ENTERING)
     same = torch.zeros_like(before_RT, dtype=torch.bool)
     for width in set(bits):
@@ -46,23 +50,26 @@ def changed(widths: tuple[int, ...], before_RT: torch.Tensor, after_RT: torch.Te
 
 
 def _among(level_RT: torch.Tensor, levels: Sequence[int]) -> torch.Tensor:
-    """Whether a level is one of some that follow each other."""
+    """Return whether each level is in a range of consecutive levels."""
     return (level_RT >= levels[0]) & (level_RT <= levels[-1])
 
 
 def counted(changed_RT: torch.Tensor, after_RT: torch.Tensor, number: int) -> torch.Tensor:
-    """Changed tokens by new level, int64 [R, number]."""
+    """Return the number of changed tokens by new level, int64 [R, number]."""
     return torch.stack([(changed_RT & (after_RT == level)).sum(-1) for level in range(number)], -1)
 
 
 def again(widths: tuple[int, ...], before_BT: torch.Tensor, after_BT: torch.Tensor, counts: tuple[tuple[int, ...], ...]) -> Again:
-    """The tokens that are coded again, from levels int8 before and after and what ``counted`` gave, on the host."""
+    """Return the tokens to re-encode, from their levels before and after, int8 [B, T], and the numbers of ``counted``, on the host."""
     by_level = torch.where(changed(widths, before_BT, after_BT), after_BT, len(widths))
     return Again(by_level.argsort(dim=-1, stable=True), counts)
 
 
 def settle(slot_buckets: Buckets, first: int, count: int) -> None:
-    """Copy the originals of the entering tokens below ``count`` to their positions; ``first``: that of the first of them."""
+    """Copy the full-precision copies of entering tokens at positions ``first`` to ``count`` - 1 into the plane of settled tokens.
+
+    ``first``: the position of the first entering token.
+    """
     entered, originals = slot_buckets.entered, slot_buckets.originals
     assert entered is not None
     assert originals is not None
@@ -77,9 +84,9 @@ def settle(slot_buckets: Buckets, first: int, count: int) -> None:
 
 
 def code_again(slot_buckets: Buckets, order: Again, place_BT: torch.Tensor, into: Buckets, counts: tuple[tuple[int, ...], ...]) -> None:
-    """Write the codes of changed tokens into ``into``, from their originals, which are settled.
+    """Encode the changed tokens from their full-precision copies, already in ``originals``, and write them into the buckets ``into``.
 
-    ``place``: int32 [B, T], the new place of each token. ``counts``: all tokens of each level of each row there.
+    ``place``: int32 [B, T], each token's new index. ``counts``: all tokens of ``into`` by row and level.
     """
     assert slot_buckets.originals is not None
     begins, parts = 0, iter(into.parts_of(counts))

@@ -1,4 +1,4 @@
-"""The attention plugin of the scheme smartkv: its operation, and the lowering of that."""
+"""The attention plugin of the scheme smartkv: its operation and that operation's lowering."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
-"""Reallocation: what a layer keeps of its tokens' importance becomes new levels, and then new buckets.
+"""Reallocation: a layer's importance becomes new levels, and then new buckets.
 
-Levels are decided for several layers side by side, as on a device the number of operations takes time, and without a wait for it
-(``decide``); each layer is then moved, when its caller likes (``moved``).
+Levels are decided for several layers together, since on a device the number of operations costs time, and without waiting for the device
+(``decided``); each layer is then moved whenever its caller chooses (``moved``).
 
 Planes of keys that are read and written here, by position (pages of 64 rows, one for all heads):
 
-    importance  float32 [N, B, 1, page, 2]   plain, head-weighted; the plain one is above 0 where some query saw the token
+    importance  float32 [N, B, 1, page, 2]   plain, head-weighted; the plain one is above 0 if some query saw the token
     before      bfloat16 [N, B, 1, page, 1]  the plain one at the last allocation
-    decided     int16 [N, B, 1, page, 1]     0: its width was never decided; else 1 + 4096 * checks in a row away from its rank + 4095 * it
+    decided     int16 [N, B, 1, page, 1]     0: no decision yet; else 1 + 4096 * (checks in a row away from its rank) + 4095 * its rank
 
-What nobody ever saw (left padding) is stored at the least level and counts neither as important nor in any mean or rank. It is stored
-nevertheless: a mask may show it later.
+Tokens that no query ever saw (left padding) are stored at the least level and count neither as important nor in any mean or rank. They are
+stored nevertheless: a later mask may show them.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from kvcompile.schemes.base import Planes
 from kvcompile.types import PAGE, SlotSpec, pages_for
 
 TOGETHER = 1 << 20
-"""Tokens, of all rows and layers, whose levels are decided side by side: some 120 bytes of scratch each."""
+"""Tokens, over all rows and layers, whose levels are decided together: some 120 bytes of scratch each."""
 
 RANKS = 4096
-"""Steps of a rank that ``decided`` tells apart."""
+"""Distinct ranks that the plane ``decided`` can store."""
 
 
 def by_position(plane: torch.Tensor, count: int) -> torch.Tensor:
-    """The first ``count`` rows of a plane [N, B, 1, page, width], as [B, T, width]."""
+    """Return the first ``count`` rows of a plane [N, B, 1, page, width], as [B, T, width]."""
     return plane[:, :, 0].transpose(0, 1).flatten(1, 2)[:, :count]
 
 
 def put(plane: torch.Tensor, rows_BTw: torch.Tensor) -> torch.Tensor:
-    """A new plane with as many pages as ``rows`` [B, T, width] need."""
+    """Return a new plane of the rows [B, T, width], with as many pages as they need."""
     pages = pages_for(rows_BTw.shape[1])
     padded = torch.nn.functional.pad(rows_BTw, (0, 0, 0, pages * PAGE - rows_BTw.shape[1]))
     made = padded.unflatten(1, (pages, PAGE)).transpose(0, 1).unsqueeze(2)
@@ -56,12 +56,12 @@ def put(plane: torch.Tensor, rows_BTw: torch.Tensor) -> torch.Tensor:
 
 
 def forgotten(plane: torch.Tensor, count: int) -> torch.Tensor:
-    """A new plane without what it says of positions from ``count`` on."""
+    """Return a copy of the plane that ends after ``count`` positions."""
     return put(plane, by_position(plane, min(count, plane.shape[0] * PAGE)))
 
 
 def drifted(scheme: Rules, importance_LBTw: torch.Tensor) -> torch.Tensor:
-    """Whether any row's importance has drifted since the last allocation, bool [L], from what ``of_layers`` gives."""
+    """Return whether any row's importance has drifted since the last allocation, bool [L], from the result of ``of_layers``."""
     now, _, before = importance_LBTw.flatten(0, 1).unbind(-1)
     common = (now > 0) & (before > 0)
     found = clock.drifted(now, before, common, tau=scheme.tau, moved=scheme.moved, share=scheme.drift)
@@ -70,40 +70,40 @@ def drifted(scheme: Rules, importance_LBTw: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=1024)
 def interval(scheme: Rules, slot: SlotSpec, rows: int, count: int, layer: int) -> int:
-    """Steps from an allocation of ``count`` tokens to the next one: the clock's, or fewer where their pages would exceed the budget."""
+    """Return the steps from an allocation of ``count`` tokens to the next: the clock's, or fewer if pages would exceed the budget."""
     steps = clock.interval(layer, count, scheme.interval)
     needed = _needed(scheme, slot, count)
     if steps <= PAGE or spendable(scheme, slot, rows, count, layer, steps) >= needed:
         return steps
-    # The more steps the less may be spent: the most whole pages that can be met, one at least.
+    # More steps leave fewer bytes to spend: bisect for the most whole pages that fit, at least one.
     pages = range((steps - 1) // PAGE, 1, -1)
     met = bisect.bisect_left(pages, True, key=lambda each: spendable(scheme, slot, rows, count, layer, each * PAGE) >= needed)
     return (pages[met] if met < len(pages) else 1) * PAGE
 
 
 def can_be_met(scheme: Rules, slot: SlotSpec, rows: int, count: int, layer: int) -> bool:
-    """Whether the least widths of ``count`` tokens, and the page that the next ones take, are within the budget."""
+    """Return whether ``count`` tokens at the least widths, and the page that the next ones take, fit the budget."""
     steps = min(PAGE, clock.interval(layer, count, scheme.interval))
     return spendable(scheme, slot, rows, count, layer, steps) >= _needed(scheme, slot, count)
 
 
 def _needed(scheme: Rules, slot: SlotSpec, count: int) -> int:
-    """The least bytes of a row's settled tokens."""
+    """Return the least bytes of a row's ``count`` settled tokens: least widths, but the largest for protected tokens."""
     cost, widths = scheme.cost(slot), scheme.key_value_widths
     widest, least = cost.token(widths.keys[-1], widths.values[-1]), cost.token(widths.keys[0], widths.values[0])
     return count * least + min(count, scheme.protect_first + scheme.protect_last) * (widest - least)
 
 
 def spendable(scheme: Rules, slot: SlotSpec, rows: int, count: int, layer: int, last: int) -> int:
-    """Bytes that a row's settled tokens may take where their planes have slack too; see ``settled_bytes``."""
+    """Return the bytes that a row's settled tokens may take, leaving room for the planes' slack; see ``settled_bytes``."""
     rounding = (buckets.ROW - 1) * 2 * len(scheme.levels) * rows
     return max(0, int((settled_bytes(scheme, slot, rows, count, layer, last) - rounding) / (1 + 1 / SLACK) / rows))
 
 
 def settled_bytes(scheme: Rules, slot: SlotSpec, rows: int, count: int, layer: int, last: int) -> int:
-    """Bytes that planes of a layer's settled tokens may take, so that the budget holds at each of ``last`` steps up to the next allocation.
+    """Return the bytes that a layer's planes of settled tokens may take, so that the budget holds in each of the next ``last`` steps.
 
-    Until then new tokens take whole pages, and everything that is kept by position grows with them.
+    During them new tokens take whole pages, and all planes by position grow with them.
     """
     cost = scheme.cost(slot)
     share = min(scheme.layer_share(tokens, slot, layer) for tokens in (count, count + last))
@@ -114,19 +114,20 @@ def settled_bytes(scheme: Rules, slot: SlotSpec, rows: int, count: int, layer: i
         kept = buckets.pages_by_position(pages_for(count + steps)) * PAGE * rows * scheme.for_good
         return share * cost.dense * rows * (count + steps) - pages_entering(steps) * page - kept - fixed
 
-    # What is left grows with the steps but where pages are added: to those that enter, and by position, which is less than 64 tokens bring.
+    # The rest grows with the steps except where pages are added: pages of entering tokens, and pages by position, which take less than 64
+    # tokens add.
     grow = [0, *(1 + (PAGE << number) for number in range(pages_entering(last).bit_length()))]
     return int(min(left(steps) for steps in (*grow, *(steps + -(count + steps - 1) % PAGE for steps in grow)) if steps <= last))
 
 
 def pages_entering(tokens: int) -> int:
-    """How many pages there are for tokens that entered one by one: one at least, and twice as many whenever they are full."""
+    """Return the number of pages held for tokens that entered one by one: at least one, doubled whenever they are full."""
     return 1 << (max(1, pages_for(tokens)) - 1).bit_length()
 
 
 @dataclass(frozen=True)
 class KeyStatistics:
-    """The planes that keys have beside their buckets."""
+    """The planes that keys have besides their buckets."""
 
     importance: torch.Tensor
     before: torch.Tensor
@@ -141,7 +142,7 @@ class KeyStatistics:
 
 @dataclass(frozen=True)
 class LayerBuckets:
-    """A layer's buckets of keys, what is kept beside them, its buckets of values, its number and ``buckets.first``."""
+    """A layer's buckets of keys and values, the keys' statistics, the layer's number, and the position of its first entering token."""
 
     keys: Buckets
     statistics: KeyStatistics
@@ -151,12 +152,12 @@ class LayerBuckets:
 
     @property
     def slots(self) -> tuple[Buckets, Buckets]:
-        """Buckets of keys and of values."""
+        """The buckets of keys and of values."""
         return self.keys, self.values
 
 
 def of_layers(layers: Sequence[KeyStatistics], count: int) -> torch.Tensor:
-    """Copies of the first ``count`` rows of planes ``importance`` and ``before`` of layers, float32 [L, B, T, 3]."""
+    """Return copies of the first ``count`` rows of the layers' planes ``importance`` and ``before``, float32 [L, B, T, 3]."""
     return torch.stack([
         torch.cat([by_position(kept.importance, count), by_position(kept.before, count).to(torch.float32)], -1) for kept in layers
     ])
@@ -164,10 +165,11 @@ def of_layers(layers: Sequence[KeyStatistics], count: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _BatchDecision:
-    """The decision of some layers: levels int8, places int32 [L, B, T]; planes ``ends`` of both halves, rows of ``before`` and ``decided``.
+    """The decision of L layers: levels int8 and indices int32 [L, B, T], both planes ``ends``, new rows of ``before`` and ``decided``.
 
-    ``numbers`` [L, n]: settled tokens that change, those among them that become wider, promotions that codes cannot give, and where
-    buckets end, row by row; with tier 2 also how many tokens of each half are coded again, by row and level. ``before``: levels until now.
+    ``numbers`` [L, n]: settled tokens that change, those that become wider, refused promotions, and the indices where buckets end, row by
+    row;
+    with tier 2 also the re-encoded tokens of keys and of values, by row and level. ``before``: the levels until now.
     """
 
     levels: torch.Tensor
@@ -182,7 +184,7 @@ class _BatchDecision:
 
 @dataclass(frozen=True)
 class Decision:
-    """New levels of ``count`` tokens of some layers, which were decided ``together`` at a time."""
+    """New levels of ``count`` tokens of some layers; ``together``: the number of layers decided per batch."""
 
     count: int
     together: int
@@ -200,12 +202,12 @@ def decided(scheme: Rules, layers: Sequence[LayerBuckets], slot: SlotSpec, impor
 
 
 def _decide_batch(scheme: Rules, layers: Sequence[LayerBuckets], slot: SlotSpec, importance_LBTw: torch.Tensor) -> _BatchDecision:
-    """Decide the levels of layers side by side."""
+    """Decide the levels of the tokens of some layers in one batch of operations."""
     terms, levels, rows, count = scheme.terms(slot), scheme.levels, *importance_LBTw.shape[1:3]
     plain, weighted, _ = importance_LBTw.flatten(0, 1).unbind(-1)
     device, top = plain.device, levels.top
     there = plain > 0
-    # Nobody has looked at anything yet: all count alike.
+    # If no token has received attention yet, all count as present and equal.
     there = there | ~there.any(-1, keepdim=True)
     value = blended(plain, weighted, scheme.head_share, there)
     places = torch.arange(count, device=device)
@@ -228,7 +230,7 @@ def _decide_batch(scheme: Rules, layers: Sequence[LayerBuckets], slot: SlotSpec,
     old = places < on_device([layer.first for layer in layers for _ in range(rows)], device).unsqueeze(-1)
     new = found.clamp(min=0)
     changed, promoted = (((new != before) & old).sum(-1), (new > before).sum(-1))
-    # Promotions, which codes cannot give.
+    # Count promotions that are refused because no full-precision copy is kept.
     refused = torch.zeros_like(changed)
     if not scheme.keeps_originals:
         refused = (allocate(value, spend, terms, torch.where(protected, full, low), full) > high).sum(-1)
@@ -251,9 +253,9 @@ def _decide_batch(scheme: Rules, layers: Sequence[LayerBuckets], slot: SlotSpec,
 
 
 def moved(scheme: Rules, layer: LayerBuckets, slot: SlotSpec, decision: Decision, number: int, held: int) -> Reallocated:
-    """A layer's planes after its move, ``number`` among the layers of the decision; ``held`` tokens are there by now.
+    """Rebuild a layer's planes for its new widths. ``number``: its index in the decision; ``held``: tokens stored by now.
 
-    Planes stay where they are as long as they have room and are within the budget. Waits for the decision.
+    Reuses planes that are large enough and within the budget. Waits for the decision.
     """
     some, at = decision.some[number // decision.together], number % decision.together
     changed, promoted, refused, *rest = some.numbers.numbers[at]
@@ -280,7 +282,10 @@ def moved(scheme: Rules, layer: LayerBuckets, slot: SlotSpec, decision: Decision
 
 
 def _again(some: _BatchDecision, at: int, numbers: Sequence[int], slot_buckets: Buckets, number: int) -> Again | None:
-    """The tokens that a half, the first or second of a layer, codes again; None without tier 2. ``numbers``: from buckets' ends on."""
+    """Return the tokens that a slot re-encodes from full-precision copies; None without tier 2.
+
+    ``numbers``: the layer's numbers of the decision from the buckets' ends on. ``number``: 1 for keys, 2 for values.
+    """
     if slot_buckets.originals is None:
         return None
     size, width = slot_buckets.rows * len(slot_buckets.widths), len(slot_buckets.widths)
@@ -290,7 +295,7 @@ def _again(some: _BatchDecision, at: int, numbers: Sequence[int], slot_buckets: 
 
 
 def _rooms(layer: LayerBuckets, needs: Sequence[PlaneLengths], most: int) -> Sequence[PlaneLengths | None]:
-    """The room of new planes, None for both halves where theirs have it and take no more than ``most`` bytes."""
+    """Return the lengths of new planes of keys and values; None for both if the present ones fit and take at most ``most`` bytes."""
     slots = layer.slots
     if all(moves.fits(slot_buckets, need) for slot_buckets, need in zip(slots, needs, strict=True)) and sum(
         map(moves.held_bytes, slots)
@@ -301,7 +306,7 @@ def _rooms(layer: LayerBuckets, needs: Sequence[PlaneLengths], most: int) -> Seq
 
 
 def _write(plane: torch.Tensor, rows_BT: torch.Tensor) -> None:
-    """Write a plane [N, B, 1, page, 1] for the first T positions."""
+    """Write rows [B, T] to the first T positions of a plane [N, B, 1, page, 1]."""
     full, rest = divmod(rows_BT.shape[1], PAGE)
     of_pages = plane[:, :, 0, :, 0]
     of_pages[:full] = rows_BT[:, : full * PAGE].unflatten(1, (full, PAGE)).transpose(0, 1)
@@ -310,7 +315,7 @@ def _write(plane: torch.Tensor, rows_BT: torch.Tensor) -> None:
 
 
 def _decided_from(stored_RT: torch.Tensor) -> Decided:
-    """The decisions that rows [B, T] of the plane ``decided`` stand for."""
+    """Return the decisions stored in rows [B, T] of the plane ``decided``."""
     number = stored_RT.to(torch.int32) - 1
     rank = (number % RANKS).to(torch.float32) / (RANKS - 1)
     return Decided(torch.where(stored_RT == 0, float("nan"), rank), torch.where(stored_RT == 0, 0, number // RANKS).to(torch.int8))

@@ -12,7 +12,7 @@ from kvcompile.types import SlotSpec
 
 
 class Rules(Protocol):
-    """Options of the scheme, by their names, and what follows from them."""
+    """The scheme's options by name, and the numbers derived from them."""
 
     @property
     def tau(self) -> float:
@@ -36,27 +36,27 @@ class Rules(Protocol):
 
     @property
     def protect_first(self) -> int:
-        """How many tokens at the start of a row keep the largest widths."""
+        """The number of tokens at the start of a row that keep the largest widths."""
         ...
 
     @property
     def protect_last(self) -> int:
-        """How many of a row's newest tokens keep the largest widths."""
+        """The number of newest tokens of a row that keep the largest widths."""
         ...
 
     @property
     def head_share(self) -> float:
-        """The share of head-weighted importance in a token's worth, 0 to 1."""
+        """The share of head-weighted importance in a token's blended importance, 0 to 1."""
         ...
 
     @property
     def recency(self) -> float:
-        """How many tokens back the bonus of new tokens reaches; 0 for no bonus."""
+        """The age in steps at which importance has decayed by a factor e; 0 ignores ages."""
         ...
 
     @property
     def levels(self) -> Ladder:
-        """The levels of a token."""
+        """The levels that a token may have."""
         ...
 
     @property
@@ -66,40 +66,40 @@ class Rules(Protocol):
 
     @property
     def preference(self) -> LevelPreference:
-        """The weights of a step's worth."""
+        """The weights of a step's utility."""
         ...
 
     @property
     def hysteresis(self) -> Hysteresis:
-        """How a width holds."""
+        """The limits of the hysteresis."""
         ...
 
     @property
     def keeps_originals(self) -> bool:
-        """Return whether reallocation may give a stored token more bits."""
+        """Whether reallocation may widen a stored token, from its full-precision copy."""
         ...
 
     @property
     def for_good(self) -> int:
-        """Bytes that attention and the allocator keep of each token."""
+        """Bytes of importance and decision that are stored per token, besides its codes."""
         ...
 
     def __hash__(self) -> int:
-        """Decisions are kept by it."""
+        """Return the hash of the options; results of decisions are cached by it."""
         ...
 
     def terms(self, slot: SlotSpec) -> Terms:
-        """The terms of a decision."""
+        """Return the costs and worths of a decision."""
         ...
 
     def cost(self, slot: SlotSpec) -> Cost:
-        """Bytes of a token that is settled."""
+        """Return the byte costs of a settled token."""
         ...
 
     def mean_bytes(self, slot: SlotSpec) -> int:
-        """Bytes of what is added to a head's narrow keys."""
+        """Return the bytes of the mean vector that is added to one head's narrow keys."""
         ...
 
     def layer_share(self, tokens: int, slot: SlotSpec, layer: int) -> float:
-        """The budget of one layer at a number of tokens."""
+        """Return the budget of one layer at a number of tokens, as a fraction of their bytes in 16 bits."""
         ...

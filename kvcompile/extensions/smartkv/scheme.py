@@ -1,28 +1,28 @@
-"""smartkv: keys and values of 2, 3, 4 or 8 bits a token, by what attention gives to it, within a budget of bytes.
+"""smartkv: keys and values of 2, 3, 4 or 8 bits per token, chosen by the attention that it receives, within a budget of bytes.
 
-A token enters at 8 bits. Every ``interval`` steps or more, and earlier where importance drifts, the widths of a layer's tokens are decided
-anew: those that attention looks at keep theirs, the others become narrower, so that what the layer stores stays below ``budget`` of what
-its tokens take in 16 bits. All stored bytes count: codes, scales, positions, what is known of each token's importance, and the pages that
-new tokens will take until the next decision. Where too few tokens are there, those pages and the protected tokens alone exceed it: fewer
-than ``EXEMPT`` then stay as they entered, more get the least widths.
+A token enters at 8 bits. Every ``interval`` steps or more, and earlier if importance drifts, the widths of a layer's tokens are decided
+anew: tokens that receive attention keep their width and others become narrower, so that the layer's stored bytes stay below ``budget`` of
+its tokens' bytes in 16 bits. All stored bytes count: codes, scales, positions, importance and decisions per token, and the pages of tokens
+that enter before the next decision. With few tokens, those pages and the protected tokens alone exceed the budget: fewer than ``EXEMPT``
+tokens then keep 8 bits, more get the least widths.
 
 Options by the source's sections: 3.2 ``decay``; 3.3 ``scope``; 4.1 ``recency``, 0 for none; 4.2 ``head_decay``, ``head_share``,
 ``measure``; 4.3 ``protect_first``, ``protect_last``; 5.1 ``alpha``, ``floor``, ``moved``, ``checks``, ``costs``; 5.2 ``interval``, ``tau``,
 ``drift``; 6.1 and 9.1 ``keys`` and ``values``, the widths of each; 10.1 ``later`` from ``threshold`` tokens on in place of ``budget``; 10.2
 ``layer_weights`` by layer; 10.6 ``key_weight`` and ``value_weight``, for single layers by a policy of several schemes.
 
-What differs from the source, beside what ``importance``, ``hysteresis`` and ``allocation`` say:
+Differences from the source, besides those listed in ``importance``, ``hysteresis`` and ``allocation``:
 
-* Every query is a step of the moving averages, so a prompt in pieces leaves what it leaves at once.
-* Heads are weighed by kv head: a token's keys and values serve all queries of a group. The weight is not divided by its mean over heads,
-  as the mixture brings both importances to mean 1 anyway.
-* Importance is each layer's own unless ``scope`` is model.
-* Codes use all of their levels, and narrow keys lie in a frame of their own (``codes``); ``frame=source`` codes as the source does.
-* Keys and values of a token widen in one order (``ladder``).
-* A token's codes cannot give it more bits, so promotions are refused and counted, unless ``tier2`` keeps its original: on the ``device``,
-  or on the ``host`` in pinned memory, which a move reads where it is. Every width that a token gets then comes from its original. Tier 2
-  takes what the dense cache takes, beside the budget, which is of what attention reads.
-* Learned importance (10.3) and training with codes in the loop (10.4) are out.
+* Every query is a step of the moving averages, so a prompt gives the same averages in pieces and in one call.
+* Heads are weighted by kv head: a token's keys and values serve all queries of a group. The weight is not divided by its mean over heads,
+  as the mixture scales both importances to mean 1 anyway.
+* Each layer has its own importance unless ``scope`` is model.
+* Codes use all of their levels, and narrow keys are encoded in a frame of their own (``codes``); ``frame=source`` encodes as the source.
+* Keys and values of a token widen in one fixed order (``ladder``).
+* Codes cannot be widened, so promotions are refused and counted, unless ``tier2`` keeps each token's full-precision copy: on the
+  ``device``, or on the ``host`` in pinned memory, which a move reads in place. All codes that a token gets later are then made from that
+  copy. Tier 2 takes the bytes of the dense cache, outside of the budget, which covers the bytes that attention reads.
+* Learned importance (10.3) and training with codes in the loop (10.4) are not implemented.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ from kvcompile.types import PAGE, AbsMax, Extent, KernelFormat, KeyOrValue, Layo
 
 
 class Scope(enum.Enum):
-    """Scope of importance: a layer's own, or the mean over all layers of its graph that have the same options and sizes (3.3)."""
+    """The scope of importance: one layer, or the mean over all layers of its graph that have the same options and sizes (3.3)."""
 
     LAYER = "layer"
     MODEL = "model"
 
 
 class OptionalTier2(enum.Enum):
-    """Memory that holds the original tokens: none, the device's, or pinned host memory. On a CPU the last two are the same."""
+    """The memory of full-precision copies of tokens: none, the device's, or pinned host memory. On a CPU the last two are the same."""
 
     OFF = "off"
     DEVICE = "device"
@@ -77,17 +77,19 @@ def _signed(words: torch.Tensor, part: int) -> torch.Tensor:
 
 
 IMPORTANCE, BEFORE, HEADS, DECIDED = "importance", "before", "heads", "decided"
-"""Planes of keys: per position plain and weighted importance, and the plain one at the last allocation; per kv head the average of its
-measure; per position how its width was decided (``reallocation``)."""
+"""Names of planes stored with keys. Per position: plain and head-weighted importance; the plain one at the last allocation; the state of
+the
+decision (``reallocation``). Per kv head: the average of its measure (``heads``)."""
 
 
 EXEMPT = 4 * PAGE
-"""Fewer tokens keep their 8 bits while the budget cannot be met: the least widths would be all that they ever have, for a few bytes."""
+"""Below this number of tokens 8 bits are kept while the budget cannot be met: otherwise they would stay at the least widths for few bytes.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Smartkv(Adaptive):
-    """Widths by attention within a budget; keys and values of one attention have the same options."""
+    """The scheme smartkv: widths chosen by attention within a budget. Keys and values of one attention have the same options."""
 
     budget: float = 0.4
     keys: str = "3/4/8"
@@ -171,70 +173,70 @@ class Smartkv(Adaptive):
 
     @functools.cached_property
     def _hash(self) -> int:
-        """The hash of all options, which tables that are asked at every step of every layer need."""
+        """The hash of all options, cached: tables keyed by the scheme are read at every step of every layer."""
         return hash(tuple(self.__getstate__().values()))
 
     def __getstate__(self) -> dict[str, Any]:
-        """The options alone: another process hashes text otherwise."""
+        """Return the options alone: the cached hash differs between processes."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     # --- options as the mathematics takes them -------------------------------------------------------
 
     @property
     def key_value_widths(self) -> KeyValueWidths:
-        """The widths of keys and of values; raises BadOption."""
+        """The widths that keys and values may have. Raises BadOption."""
         return KeyValueWidths(*(_numbers(option, getattr(self, option), int) for option in ("keys", "values")))
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """The weights of the layers' budgets, () where all are alike; raises BadOption."""
+        """The weights of the layers' budgets, () if all are equal. Raises BadOption."""
         return _numbers("layer_weights", self.layer_weights, float) if self.layer_weights != "" else ()
 
     @property
     def preference(self) -> LevelPreference:
-        """The weights of a step's worth."""
+        """The weights of a step's utility."""
         return LevelPreference(self.alpha, self.floor, self.key_weight, self.value_weight)
 
     @property
     def hysteresis(self) -> Hysteresis:
-        """How a width holds."""
+        """The limits of the hysteresis."""
         return Hysteresis(self.moved, self.checks, self.costs)
 
     @functools.cached_property
     def levels(self) -> Ladder:
-        """The levels of a token."""
+        """The levels that a token may have."""
         return ladder(self.key_value_widths, self.preference)
 
     @functools.cached_property
     def form(self) -> BucketFormat:
-        """The form of this half's codes."""
+        """The code format of this slot, keys or values."""
         assert self.half is not KeyOrValue.AUTO, "the role is not known here: call for_role(role) first"
         keys = self.half is KeyOrValue.KEY
         return BucketFormat(self.levels.keys if keys else self.levels.values, self.frame, keys, self.keeps_originals)
 
     @property
     def keeps_originals(self) -> bool:
-        """Return whether reallocation may give a stored token more bits."""
+        """Whether reallocation may widen a stored token, from its full-precision copy."""
         return self.tier2 is not OptionalTier2.OFF
 
     def original_bytes(self, slot: SlotSpec) -> int:
         return slot.head_dim * slot.dtype.itemsize if self.keeps_originals else 0
 
     def terms(self, slot: SlotSpec) -> Terms:
-        """The terms of a decision."""
+        """Return the costs and worths of a decision."""
         return Terms.of(self.cost(slot), self.levels, self.preference)
 
     @property
     def for_good(self) -> int:
-        """Bytes that attention and the allocator keep of each token."""
+        """Bytes of importance and decision that are stored per token, besides its codes."""
         return 4 * 2 + 2 + 2
 
     def mean_bytes(self, slot: SlotSpec) -> int:
-        """Bytes of what is added to a head's narrow keys."""
+        """Return the bytes of the mean vector that is added to one head's narrow keys."""
         return slot.head_dim * buckets.MEAN_DTYPE.itemsize if self.frame is Frame.TURNED else 0
 
     def cost(self, slot: SlotSpec) -> Cost:
-        """Bytes of a token that is settled: codes, scales, a position for each half."""
+        """Return the byte costs of a settled token: codes, scales, and a 4-byte position for each of keys and values."""
         return Cost(slot.heads, slot.head_dim, self.scale_dtype.itemsize, beside=8)
 
     def share(self, tokens: int) -> float:
@@ -245,12 +247,12 @@ class Smartkv(Adaptive):
         return max(self.budget, self.later)
 
     def layer_share(self, tokens: int, slot: SlotSpec, layer: int) -> float:
-        """The budget of one layer at a number of tokens."""
+        """Return the budget of one layer at a number of tokens, as a fraction of their bytes in 16 bits."""
         budget = self.share(tokens)
         return budget if self.layer_weights == "" else _layer_budgets(self, budget, slot)[layer]
 
     def _least(self, slot: SlotSpec) -> float:
-        """The smallest budget of many tokens: least widths, and what is kept of each token."""
+        """Return the smallest budget that many tokens can meet: least widths, plus the bytes stored per token at any width."""
         cost = dataclasses.replace(self.cost(slot), beside=self.cost(slot).beside + self.for_good)
         return cost.least(self.key_value_widths)
 
@@ -303,7 +305,7 @@ class Smartkv(Adaptive):
         return self.for_role(slot.role).form.read
 
     def format(self, slot: SlotSpec) -> KernelFormat:
-        """How a kernel reads tokens that entered lately."""
+        """Return how a kernel reads entering tokens."""
         return KernelFormat(torch.uint8, 1, slot.head_dim, True, _signed)
 
     def absmax(self, head_dim: int) -> AbsMax | None:
@@ -315,14 +317,14 @@ class Smartkv(Adaptive):
         return (*coded, x_BKSD) if self.keeps_originals else coded
 
     def bound(self, slot: SlotSpec) -> sympy.Expr | None:
-        """None: what a token decodes to depends on the width that it has by then."""
+        """Return None: a token's error depends on the width that it has when it is read."""
         del slot
         return None
 
     # --- stored planes ---------------------------------------------------------------------------
 
     def _split(self, planes: Planes) -> tuple[Buckets, KeyStatistics | None]:
-        """The buckets, and what keys keep beside them."""
+        """Split the planes into buckets and, for keys, the statistics stored with them; None for values."""
         slot_buckets = Buckets.of(planes, self.form)
         rest = planes[len(slot_buckets.planes) :]
         return slot_buckets, KeyStatistics(*rest) if rest else None
@@ -369,7 +371,7 @@ class Smartkv(Adaptive):
 
     def token_bits(self, planes: Planes, slot: SlotSpec, first: int, count: int) -> torch.Tensor:
         slot_buckets = self._split(planes)[0]
-        # A cache that went back forgets tokens when the next ones come.
+        # A cache that was rewound drops its tokens only when the next ones arrive.
         levels = moves.movement(slot_buckets.ends.device).levels(slot_buckets, max(first, count))[:, :count]
         return looked_up([0, *slot_buckets.widths, ENTERING], levels, torch.int64)
 
@@ -377,13 +379,13 @@ class Smartkv(Adaptive):
         kept = self._split(planes)[1]
         if kept is None:
             return None
-        # Plain and weighted, as they are blended before ages are weighed.
+        # Blended as in a decision, but without the weight of ages.
         plain, weighted = reallocation.by_position(kept.importance, count).unbind(-1)
         return blended(plain, weighted, self.head_share, plain > 0)
 
     def quiet(self, first: int, count: int) -> bool:
         since = count - first
-        # The clock's least interval, but for tokens that the budget has room for only until then.
+        # The least interval of the clock, or one page: the budget may have room for no more new tokens.
         return bool(first) and since % self.interval != 0 and since < min(PAGE, clock.interval(0, first, self.interval)) - EARLY - SPREAD
 
     def due(self, keys: Planes, slot: SlotSpec, first: int, count: int, layer: int, early: int = EARLY) -> Due:
@@ -397,13 +399,13 @@ class Smartkv(Adaptive):
         return first > 0 and (count - first) % self.interval == 0 and not self._exempt(keys, slot, count, layer)
 
     def _exempt(self, keys: Planes, slot: SlotSpec, count: int, layer: int) -> bool:
-        """Whether tokens are too few to decide anything."""
+        """Return whether there are too few tokens to decide widths."""
         return count < EXEMPT and not reallocation.can_be_met(self, slot, keys[buckets.CODES].shape[1], count, layer)
 
     def importance(self, layers: Sequence[Planes], count: int, among: Sequence[Planes]) -> torch.Tensor:
         found = reallocation.of_layers([self._kept(keys) for keys in layers], count)
         if self.scope is Scope.MODEL:
-            # Of each layer only what it had at its last allocation.
+            # Importance is the mean over layers; the copy of the last allocation stays each layer's own.
             found[..., :2] = reallocation.of_layers([self._kept(keys) for keys in among], count)[..., :2].mean(0)
         return found
 
@@ -422,7 +424,7 @@ class Smartkv(Adaptive):
         return reallocation.moved(self, self._layer(layer), layer.slots[0], decision, number, held)
 
     def _layer(self, item: StoredLayer) -> reallocation.LayerBuckets:
-        """The record of a layer's planes."""
+        """Return a stored layer's planes as the record that reallocation takes."""
         key, value = (dataclasses.replace(self, half=half) for half in (KeyOrValue.KEY, KeyOrValue.VALUE))
         keys, values = key._split(item.keys)[0], value._split(item.values)[0]
         return reallocation.LayerBuckets(keys, key._kept(item.keys), values, item.layer, item.first)
@@ -430,12 +432,12 @@ class Smartkv(Adaptive):
 
 @functools.lru_cache(maxsize=64)
 def _layer_budgets(scheme: Smartkv, budget: float, slot: SlotSpec) -> list[float]:
-    """The budget of each layer."""
+    """Return the budget of each layer."""
     return layer_budgets(budget, scheme.weights, scheme._least(slot), scheme.cost(slot).most(scheme.key_value_widths))
 
 
 def _numbers(option: str, text: str, kind: type) -> tuple:  # type: ignore[type-arg]
-    """Numbers separated by slashes; raises BadOption."""
+    """Return the numbers of a text that are separated by slashes. Raises BadOption."""
     try:
         return tuple(kind(part) for part in text.split("/"))
     except (ValueError, AttributeError) as error:

@@ -1,20 +1,21 @@
-"""The Triton kernels of smartkv. Those of its attention over few queries ``smartkv.decode_step`` puts together:
+"""The Triton kernels of smartkv. ``smartkv.decode_step`` launches those of its attention over few queries:
 
-    attend_tokens  settled tokens bucket by bucket and those that entered, once: sums of a split, and each token's scores
-    finish         the result from the splits' sums, what each token got from all heads, and the averages of heads
+    attend_tokens  reads settled tokens bucket by bucket, then entering ones: sums of each split, and each token's scores
+    finish         merges the splits into the result, adds up the attention of each token over all heads, and updates the heads' averages
 
-Those over all stored tokens ``smartkv.movement`` starts:
+``smartkv.movement`` launches those over all stored tokens:
 
-    say_levels     the level of each token, by position
-    decode_tokens  the values of one kv head, by position
-    move_tokens    codes, scales and positions in the places that a reallocation gives to them
+    say_levels     writes the level of each settled token, by position
+    decode_tokens  writes the values of kv heads, by position
+    move_tokens    writes codes, scales and positions at the indices that a reallocation assigns
 
-A tile of tokens has one level, so a program decodes with constants. A row of a kv head is a query of a query head, r = s * G + g.
+A tile of tokens has one level, so a program of ``attend_tokens`` decodes with constants. A row of a kv head is a query of a query head,
+r = s * G + g.
 """
 
 from __future__ import annotations
 
 
 def bits_of_levels(widths: tuple[int, ...]) -> int:
-    """The bits of each level as a constant of kernels, four bits for each."""
+    """Return the bits of all levels as one kernel constant, four bits for each, the lowest level first."""
     return sum(bits << (4 * level) for level, bits in enumerate(widths))

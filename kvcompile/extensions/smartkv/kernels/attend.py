@@ -1,13 +1,14 @@
-"""The kernel of smartkv's attention: settled tokens bucket by bucket, then those that entered, in one softmax a program.
+"""The kernel of smartkv's attention: settled tokens bucket by bucket, then entering ones, in one softmax per program.
 
-A program has one kv head of one batch row, and its split's share of the places and of the pages. Its loop over a bucket is printed once for
-each level, with the widths as constants; tokens lie on the tall side of the products and rows, queries of query heads, on the narrow one.
+A program has one kv head of one batch row, and its split's share of the indices and of the pages. The loop over a bucket is compiled once
+for each level, with its widths as constants; tokens are on the long side of the products, rows (queries of query heads) on the short one.
 
-* Codes multiply as they are (``bit_fields``); scales of keys multiply scores, those of values the weights. The powers of two that a width's
-  fields lack are in the queries, and in the sums while a bucket is gone over.
-* Weights relative to the running maximum are up to 2^14 after their value's scale, so that float16 holds what is 2^-38 of the largest.
-* Narrow keys lie in a frame of their own (``turning``): queries are turned once, and what is added to all keys adds one number a row.
-* SCORES are what importance is made of (``finish``): a token's score less the row's first maximum in this program, -inf where it is hidden.
+* Codes are multiplied as stored fields (``bit_fields``); keys' scales multiply scores, values' scales multiply weights. The powers of two
+  that a width's fields lack are in the queries, and in the sums during the loop over a bucket.
+* Weights relative to the running maximum are up to 2^14 after their value's scale, so that float16 holds weights down to 2^-38 of the
+  largest.
+* Narrow keys are in a frame of their own (``hadamard8``): queries are rotated once, and the keys' mean adds one number to each row.
+* SCORES feed importance (``finish``): a token's score minus the first maximum of the row in this program, -inf if hidden.
 """
 
 # mypy: disable-error-code="no-untyped-def,assignment"
@@ -24,22 +25,22 @@ from kvcompile.extensions.smartkv.kernels.tokens import PAGE, end_of, pool_of
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LIFT = tl.constexpr(14.0)
-"""Octaves that the largest weight is above 1."""
+"""The largest weight is 2^LIFT."""
 STAGES = tl.constexpr(3)
 WIDE = tl.constexpr(32)
 STEP = tl.constexpr(128)
-"""Tokens that a split's share is a multiple of: what ``finish`` reads at a time has one reference."""
+"""A split's share is a multiple of this many tokens, so that all tokens that ``finish`` reads at a time have one reference."""
 
 
 @triton.jit
 def share_of(tokens, SPLITS: tl.constexpr):
-    """How many of ``tokens`` tokens each split has."""
+    """Return the number of tokens per split, of ``tokens`` in all."""
     return tl.cdiv(tl.cdiv(tokens, SPLITS), STEP) * STEP
 
 
 @triton.jit
 def _masked(x, position, ok, rows, b, masks, HAS_LO: tl.constexpr, HAS_KEEP: tl.constexpr, BIAS_KIND: tl.constexpr):
-    """Scores [tokens, rows] with -inf where a row does not see a token, and what is added to them; BIAS_KIND: 0 none, 1 bool, 2 added."""
+    """Return scores [tokens, rows] plus the bias, -inf for tokens that a row does not see; BIAS_KIND: 0 none, 1 bool, 2 added."""
     s, h, there, limits = rows
     LO, KEEP, BIAS, lo_b, lo_s, keep_b, keep_t, kept, bias_b, bias_h, bias_s, bias_t, biased = masks
     seen = ok[:, None] & (position[:, None] <= limits[None, :])
@@ -59,7 +60,7 @@ def _masked(x, position, ok, rows, b, masks, HAS_LO: tl.constexpr, HAS_KEEP: tl.
 
 @triton.jit
 def _pairs(x):
-    """Float32 [tokens, rows] as float16, two rows in 32 bits: [tokens, rows / 2]."""
+    """Return float32 [tokens, rows] as float16, two rows in 32 bits: [tokens, rows / 2]."""
     low, high = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
     return tl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $1, $2;", "=r,r,r", [high, low], dtype=tl.uint32, is_pure=True, pack=1)
 
@@ -71,11 +72,14 @@ def _attended(
     SOFTCAP: tl.constexpr, HAS_LO: tl.constexpr, HAS_KEEP: tl.constexpr, BIAS_KIND: tl.constexpr, TELLS: tl.constexpr,
     SETTLED: tl.constexpr,
 ):
-    """The state with the tokens of a bucket, or of those that entered, from place ``first`` to before ``stop``.
+    """Return the softmax state after the tokens of a bucket, or entering ones, from index ``first`` up to ``stop``.
 
-    ``places``: first, stop; for a bucket: what is added to a place for the number of the head's token, bytes of its low bits by C where
-    they are three, positions, and whether they are asked for; for those that entered: the head's first token of a page, tokens of a
-    page of all rows and heads, the first one's position. Pointers are carried by the loop, which compiles in a fraction of the time.
+    ``state``: sums, running maximum, total, largest score, reference. ``places``: first, stop, then four entries. For a bucket: the offset
+    from an index to the head's token number; the bytes of the low part of 3-bit codes, divided by C; a pointer to positions; whether
+    positions
+    are needed. For entering tokens: the head's first token in a page; tokens of a page over all rows and heads; the position of the first;
+    the
+    last is unused. The loop carries pointers, which cuts compile time to a fraction.
     """
     TILE: tl.constexpr = WIDE if KEY_BITS == 8 or VALUE_BITS == 8 else 32 if DOT == tl.float32 else 64
     first, stop, begin, whole, where, asks = places
@@ -95,7 +99,7 @@ def _attended(
         value_row: tl.constexpr = C * (2 if VALUE_BITS == 3 else VALUE_BITS) // 2
         key_words = keys[0].to(tl.pointer_type(tl.uint16)) + number[:, None] * key_row + column[None, :]
         value_words = values[0].to(tl.pointer_type(tl.uint16)) + number[None, :] * value_row + column[:, None]
-        # The rest of three bits of two columns is in one word.
+        # The rest of 3-bit codes holds two columns in one word.
         second = column >= C // 2
         rest = tl.where(second, column - C // 2, column)
         key_rest = (keys[0] + whole * C).to(tl.pointer_type(tl.uint16)) + number[:, None] * (C // 2) + rest[None, :]
@@ -105,8 +109,8 @@ def _attended(
         key_scale_at, value_scale_at = keys[1] + number, values[1] + number
         score_at = SCORES + first * ROWS
         if PACKED and ROWS % 2 == 0:
-            # Scores of two rows are in one thread behind the products, and stay there: a contiguity that Triton saw would have them moved
-            # between threads before they are stored, so it sees none.
+            # The scores of two rows are in one thread after the products. If Triton saw contiguous addresses it would move them between
+            # threads before the store; the xor with 0 hides the contiguity.
             pair = tl.arange(0, R // 2) ^ (stop >> 31)
             score_at = score_at.to(tl.pointer_type(tl.uint32))
             score_to = tl.arange(0, TILE)[:, None] * (ROWS // 2) + pair[None, :]
@@ -116,7 +120,7 @@ def _attended(
             score_in = there
         score_step: tl.constexpr = TILE * ROWS // 2 if PACKED and ROWS % 2 == 0 else TILE * ROWS
         position_at = where + i
-        # Two bytes a thread are too few for asynchronous copies: scales come a tile ahead.
+        # Two bytes per thread are too few for asynchronous copies: scales are loaded a tile ahead.
         next_key_scale = tl.load(key_scale_at, mask=i < stop, other=0.0)
         next_value_scale = tl.load(value_scale_at, mask=i < stop, other=0.0)
         for t in tl.range(first, stop, TILE, num_stages=STAGES):
@@ -127,7 +131,7 @@ def _attended(
                 in_keys, in_values = in_keys & (column < C)[None, :], in_values & (column < C)[:, None]
             step = begin * 0 + TILE
             if not SETTLED:
-                # From the first half of a page to the second one, and on to the next page.
+                # From the first half of a page to its second half, then on to the next page.
                 step = tl.where(t // TILE % 2 == 0, step, whole - TILE)
             key_scale, value_scale = next_key_scale.to(tl.float32), next_value_scale.to(tl.float32)
             key_scale_at, value_scale_at = key_scale_at + step, value_scale_at + step
@@ -146,7 +150,7 @@ def _attended(
             if IN_FRAME:
                 x += added[None, :]
             if SOFTCAP > 0:
-                # tanh by exp of what is not positive, so that nothing is infinite.
+                # tanh by exp of nonpositive numbers, so that nothing overflows.
                 e = tl.exp2(tl.abs(x / SOFTCAP) * (-2 * LOG2E))
                 tanh = (1 - e) / (1 + e)
                 x = SOFTCAP * LOG2E * tl.where(x < 0, -tanh, tl.where(x == x, tanh, x))
@@ -162,12 +166,12 @@ def _attended(
                     told = told.to(SCORES.dtype.element_ty)
                 tl.store(score_at + score_to, told, mask=ok[:, None] & score_in[None, :])
 
-            # What no row sees may be anything, and 0 * NaN is NaN.
+            # Tokens that no row sees may hold anything, and 0 * NaN is NaN: their scale becomes 0.
             if HAS_LO or HAS_KEEP or BIAS_KIND > 0:
                 value_scale = tl.where(tl.max(tl.where(there[None, :], x, float("-inf")), 1) == float("-inf"), 0.0, value_scale)
             else:
                 value_scale = tl.where(position <= last, value_scale, 0.0)
-            # The power of two of the tile's largest scale: weights times scales are at most about 2^LIFT, whatever they are.
+            # The power of two of the tile's largest scale: weights times scales are at most about 2^LIFT for any scales.
             place = tl.minimum((tl.max(tl.abs(value_scale), 0).to(tl.int32, bitcast=True) >> 23) & 255, 250)
             higher = tl.maximum(top, high + (place - 127).to(tl.float32))
             base = tl.where(higher == float("-inf"), 0.0, higher) - LIFT
@@ -194,7 +198,7 @@ def _of_width(
     VALUE_BITS: tl.constexpr, IN_FRAME: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, SOFTCAP: tl.constexpr,
     HAS_LO: tl.constexpr, HAS_KEEP: tl.constexpr, BIAS_KIND: tl.constexpr, TELLS: tl.constexpr,
 ):
-    """The state with the settled tokens of a split's ``share`` whose keys have KEY_BITS: the levels FROM to UNTIL - 1."""
+    """Return the softmax state after the settled tokens of a split's ``share`` whose keys have KEY_BITS: the levels FROM to UNTIL - 1."""
     KEY_ENDS, KEY_SCALES, KEY_POOL, VALUE_ENDS, VALUE_SCALES, VALUE_POOL, WHERE = planes
     lower, upper, first, asks = share
     if FROM < UNTIL:
@@ -231,11 +235,11 @@ def attend_tokens(
 ):
     """Write SCORES [B, K, slots, S G], PARTS [B, K, SPLITS, 8 C, S G] and STATS [B, K, 4, R, SPLITS]; copy HEADS to WEIGHTS [B, K].
 
-    Without TELLS no scores.
-    STATS: a row's maximum, what its sums are relative to, its total, and what its scores are less.
+    TELLS: write the scores; False skips them.
+    STATS of a row: its largest score, the base of its sums, its total, and the reference that is subtracted from its scores.
     Grid: splits, batch rows times kv heads.
-    Queries [B, H, S, D]; limits and masks as ``attend`` has them; slots count settled tokens by place, then those that entered.
-    FROM_3: the first level of which keys have at least three bits.
+    Queries [B, H, S, D]; limits and masks as in ``attend``. Slots number settled tokens by index, then entering ones.
+    FROM_3: the first level whose keys have at least three bits.
     """
     DOT: tl.constexpr = tl.float32 if Q.dtype.element_ty == tl.float32 else tl.float16
     split, b, k = tl.program_id(0), tl.program_id(1) // K, tl.program_id(1) % K
@@ -246,7 +250,7 @@ def attend_tokens(
         tl.store(WEIGHTS + tl.program_id(1), tl.load(HEADS + tl.program_id(1)))
     limits = tl.load(HI + b * hi_b + s * hi_s, mask=there, other=-1).to(tl.int32)
     first, last = tl.load(FIRST).to(tl.int32), tl.max(limits, 0)
-    # Where every row sees all settled tokens, nobody asks where they stand.
+    # Positions of settled tokens are needed only for masks, or if some row does not see all of them.
     asks = (HAS_LO or HAS_KEEP or BIAS_KIND > 0) | (tl.min(tl.where(there, limits, 2147483647), 0) < first - 1)
 
     unit = tl.full([R], SCALE * (1.0 if SOFTCAP > 0 else LOG2E), tl.float32)
@@ -258,7 +262,7 @@ def attend_tokens(
         added = tl.sum(tl.sum(queries * mean, 2), 0) * unit
     shrink = tl.full([R], 1.0, tl.float32)
     if DOT == tl.float16:
-        # Each row is brought to at most one by a power of two, so nothing overflows; codes are 2^-24 where they are PACKED.
+        # Each row is scaled by a power of two to at most one, so nothing overflows; PACKED codes carry a factor of 2^-24.
         exponent = tl.minimum(tl.maximum((tl.max(tl.max(tl.abs(queries), 2), 0).to(tl.int32, bitcast=True) >> 23) & 255, 4), 250)
         shrink = ((253 - exponent) << 23).to(tl.float32, bitcast=True)
         unit = unit * ((exponent + 1) << 23).to(tl.float32, bitcast=True)
@@ -276,7 +280,7 @@ def attend_tokens(
     of_split = share_of(first, SPLITS)
     share = split * of_split, tl.minimum((split + 1) * of_split, first), first, asks
     query = Q, at, shrink, unit, added
-    # Levels go up, and so do the widths of their keys.
+    # Levels ascend, and so do the widths of their keys.
     state = _of_width(
         state, query, planes, share, rows_of, b, k, masks, scores, 2, 0, FROM_3, K, G * S, R, C, COLUMNS, LEVELS, VALUE_BITS, TURNED,
         PACKED, DOT, SOFTCAP, HAS_LO, HAS_KEEP, BIAS_KIND, TELLS,
@@ -293,7 +297,7 @@ def attend_tokens(
         state, query, planes, share, rows_of, b, k, masks, scores, 8, FROM_8, LEVELS, K, G * S, R, C, COLUMNS, LEVELS, VALUE_BITS, False,
         PACKED, DOT, SOFTCAP, HAS_LO, HAS_KEEP, BIAS_KIND, TELLS,
     )
-    # Those that entered come last, as keys and values of eight bits.
+    # Entering tokens come last, with keys and values of eight bits.
     q, excess = operands_of(apart(queries * shrink[None, :, None]), 8, PACKED, DOT)
     count = tl.minimum(pages * PAGE, tl.minimum(slots, last + 1) - first)
     of_split = share_of(count, SPLITS)

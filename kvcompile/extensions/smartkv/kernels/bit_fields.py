@@ -1,11 +1,11 @@
-"""Fields: the codes of a tile of tokens, eight runs of channels in words of 16 bits (``schemes.smartkv.codes``), as operands of a product.
+"""Fields: the codes of a tile of tokens, eight runs of channels in 16-bit words (``smartkv.codes``), as operands of a product.
 
-PACKED decodes two words at a time. A field of up to ten bits left alone in a 16-bit word is the float16 subnormal field * 2^(p-24), p its
-lowest bit, so one ``and`` makes two operands; runs in the upper byte are shifted down once for all of them, and the one run of three bits
-that lies in two places is put together by a bitwise choice. Raised codes are what keys multiply queries with: what
-is too much is known before. Values are CENTERED, one more instruction, as sums over many tokens would lose what cancels.
+PACKED decodes two words at a time. A field of up to ten bits masked out of a 16-bit word is the float16 subnormal field * 2^(p-24), p its
+lowest bit, so one ``and`` makes two operands. Runs in the upper byte are shifted down once for all of them, and the 3-bit run that is
+split over two words is merged by a bitwise select. Keys' codes stay raised by 2^(bits-1): the excess per query is computed beforehand
+(``operands_of``). Values are CENTERED, one more instruction, since sums of raised values over many tokens would cancel.
 
-Otherwise, in Triton's interpreter and for float32, fields are taken out by plain operations, centered, without a power of two.
+Without PACKED, in Triton's interpreter and for float32, fields are extracted by plain operations, centered, without a power of two.
 """
 
 # mypy: disable-error-code="no-untyped-def,assignment"
@@ -20,7 +20,7 @@ from kvcompile.lowering.codegen.bit_tricks import field_of_pairs, select_of_pair
 
 DOWN = tl.constexpr(shift_of_pairs(-8))
 DOWN_7, LAST = tl.constexpr(shift_of_pairs(-7)), tl.constexpr(select_of_pairs(0xC0))
-"""The last bit of a word to bit 8, and the choice of bits 6 and 7 from the first operand: run 7 of three bits."""
+"""Shift the last bit of a word to bit 8, and select bits 6 and 7 from the first operand: for run 7 of three bits."""
 
 RAISED_8, CENTERED_8 = tl.constexpr(field_of_pairs(8, 0, False)), tl.constexpr(field_of_pairs(8, 0, True))
 RAISED_4_0, CENTERED_4_0 = tl.constexpr(field_of_pairs(4, 0, False)), tl.constexpr(field_of_pairs(4, 0, True))
@@ -36,7 +36,7 @@ RAISED_2_2, CENTERED_2_2 = tl.constexpr(field_of_pairs(2, 4, False)), tl.constex
 RAISED_2_3, CENTERED_2_3 = tl.constexpr(field_of_pairs(2, 6, False)), tl.constexpr(field_of_pairs(2, 6, True))
 
 POWERS_8, POWERS_4, POWERS_3, POWERS_2 = tl.constexpr(0), tl.constexpr(0x40404040), tl.constexpr(0x63041630), tl.constexpr(0x64206420)
-"""The lowest bit of each run's field once it has been shifted down, four bits for each run, the first one lowest."""
+"""The lowest bit of each run's field after the shift down, four bits per run, the first run lowest."""
 
 
 @triton.jit
@@ -56,7 +56,7 @@ def _chosen(one, other, TEXT: tl.constexpr):
 
 @triton.jit
 def pointers(WORDS, HIGH, BITS: tl.constexpr, C: tl.constexpr):
-    """Pointers to all words of tokens: WORDS to those of the first C, HIGH to those that have the rest of three bits."""
+    """Return pointers to all words of tokens, from WORDS, a pointer to their first C, and HIGH, to the rest of 3-bit codes."""
     if BITS == 8:
         return (WORDS, WORDS + C, WORDS + 2 * C, WORDS + 3 * C)
     elif BITS == 4:
@@ -69,7 +69,7 @@ def pointers(WORDS, HIGH, BITS: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def advanced(at, tokens, BITS: tl.constexpr, C: tl.constexpr):
-    """Pointers to the words of tokens that are so many further on."""
+    """Return the pointers advanced by a number of tokens."""
     if BITS == 8:
         return (at[0] + tokens * (4 * C), at[1] + tokens * (4 * C), at[2] + tokens * (4 * C), at[3] + tokens * (4 * C))
     elif BITS == 4:
@@ -82,9 +82,9 @@ def advanced(at, tokens, BITS: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def load_words(at, ok, second, BITS: tl.constexpr, PACKED: tl.constexpr):
-    """For each run, words of which some bits are its codes, from what ``pointers`` gives.
+    """Load, for each run, the words that contain its codes, at the addresses of ``pointers``.
 
-    ``second``: where a column is in the upper byte of its word of the rest of three bits, of the shape of the words.
+    ``second``: whether a column is in the upper byte of its word of the rest of 3-bit codes; has the shape of the words.
     """
     a = tl.load(at[0], mask=ok)
     if BITS == 8:
@@ -118,7 +118,7 @@ def load_words(at, ok, second, BITS: tl.constexpr, PACKED: tl.constexpr):
 
 @triton.jit
 def field(word, BITS: tl.constexpr, RUN: tl.constexpr, VALUES: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr):
-    """The codes of a run in DOT, from its words; PACKED: float16, times 2^(power - 24), those of keys raised by 2^(BITS - 1)."""
+    """Return the codes of a run in DOT, from its words. PACKED: float16 times 2^(power - 24), keys' codes raised by 2^(BITS - 1)."""
     POWER: tl.constexpr = ((POWERS_8 if BITS == 8 else POWERS_4 if BITS == 4 else POWERS_3 if BITS == 3 else POWERS_2) >> (4 * RUN)) & 15
     if not PACKED:
         code = (word.to(tl.int32) >> POWER) & (2**BITS - 1)

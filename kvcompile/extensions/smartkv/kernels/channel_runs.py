@@ -1,4 +1,4 @@
-"""Queries and sums of smartkv's attention as eight runs of channels, in the order in which words of codes hold them (``bit_fields``)."""
+"""Queries and sums of smartkv's attention as eight runs of channels, in the order of the words of codes (``bit_fields``)."""
 
 # mypy: disable-error-code="no-untyped-def,assignment"
 # ruff: noqa: ANN001, ANN202, N803, RET505, RUF005 - kernels: operands are pointers and constants in capitals.
@@ -14,14 +14,14 @@ from kvcompile.extensions.smartkv.kernels.hadamard8 import across, of_run
 
 @triton.jit
 def channels_of(C: tl.constexpr, COLUMNS: tl.constexpr):
-    """The channel of each column of each run, [COLUMNS, 1, 8], and whether there is one; runs are last, as ``apart`` takes them."""
+    """Return the channel of each column of each run, [COLUMNS, 1, 8], and whether it exists; runs are the last axis, as in ``apart``."""
     run, column = tl.arange(0, 8)[None, None, :], tl.arange(0, COLUMNS)[:, None, None]
     return 2 * C * (run // 2) + 2 * column + run % 2, (column < C) & (run >= 0)
 
 
 @triton.jit
 def apart(x):
-    """The eight runs of [COLUMNS, rows, 8]."""
+    """Return the eight runs of [COLUMNS, rows, 8] as a tuple of [COLUMNS, rows]."""
     odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1], 2, 2, 2]))
     two, three = tl.split(odd[0]), tl.split(odd[1])
     a, b, c, d = tl.split(two[0]), tl.split(two[1]), tl.split(three[0]), tl.split(three[1])
@@ -30,7 +30,7 @@ def apart(x):
 
 @triton.jit
 def together(runs):
-    """Eight runs as [COLUMNS, rows, 8]."""
+    """Return eight runs [COLUMNS, rows] as one block [COLUMNS, rows, 8]."""
     even = tl.join(tl.join(runs[0], runs[4]), tl.join(runs[2], runs[6]))
     odd = tl.join(tl.join(runs[1], runs[5]), tl.join(runs[3], runs[7]))
     return tl.reshape(tl.join(even, odd), [runs[0].shape[0], runs[0].shape[1], 8])
@@ -38,14 +38,14 @@ def together(runs):
 
 @triton.jit
 def queries_of(Q, at, there, C: tl.constexpr, COLUMNS: tl.constexpr):
-    """The queries that begin at Q + ``at``, float32 [COLUMNS, rows, 8]."""
+    """Load the queries that begin at Q + ``at``, float32 [COLUMNS, rows, 8]; zero unless ``there``."""
     channel, inside = channels_of(C, COLUMNS)
     return tl.load(Q + at[None, :, None] + channel, mask=there[None, :, None] & inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def turned(runs, C: tl.constexpr, COLUMNS: tl.constexpr, DOT: tl.constexpr):
-    """The queries in the frame of narrow keys; those that come are exact in DOT."""
+    """Return the queries rotated into the frame of narrow keys; the given queries must be exact in DOT."""
     matrix = of_run(C, COLUMNS).to(DOT)
     within = ()
     for run in tl.static_range(8):
@@ -55,10 +55,11 @@ def turned(runs, C: tl.constexpr, COLUMNS: tl.constexpr, DOT: tl.constexpr):
 
 @triton.jit
 def operands_of(runs, BITS: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr):
-    """Queries as codes of BITS multiply them, in DOT, and what each row's products have too much.
+    """Return queries as operands for codes of BITS, in DOT, and each row's excess: the product of its query with the codes' raise 2^(BITS -
+    1).
 
-    That is found by a product, whose use of the operands keeps their conversion in front of the loop: Triton sinks into a loop what is
-    used there alone, and converts it for every tile.
+    The excess is computed by a product so that the operands have a use outside of the loop: Triton sinks values that are used only inside a
+    loop into it, and would convert the queries for every tile.
     """
     POWERS: tl.constexpr = POWERS_8 if BITS == 8 else POWERS_4 if BITS == 4 else POWERS_3 if BITS == 3 else POWERS_2
     found = ()
@@ -76,7 +77,7 @@ def operands_of(runs, BITS: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexp
 
 @triton.jit
 def rescaled(sums, BITS: tl.constexpr, BACK: tl.constexpr, PACKED: tl.constexpr):
-    """Sums in the units of a width's fields; BACK: in one unit again."""
+    """Return sums multiplied by the powers of two of a width's fields; BACK: divided by them."""
     POWERS: tl.constexpr = POWERS_8 if BITS == 8 else POWERS_4 if BITS == 4 else POWERS_3 if BITS == 3 else POWERS_2
     if not PACKED:
         return sums

@@ -1,7 +1,7 @@
-"""The kernel behind smartkv's attention: the result from the splits' sums, the averages of heads, and what each token got from all heads.
+"""The kernel after smartkv's attention: merges the splits into the result, and updates averages of heads and the importance of tokens.
 
-Programs of one batch row: the first ones merge, ELEMENTS entries of a kv head's result each; the others take CHUNK tokens each, settled
-ones by place, then those that entered.
+Programs of one batch row: the first ones merge ELEMENTS entries of a kv head's result each; the others update the importance of CHUNK
+tokens each, settled ones by index, then entering ones.
 """
 
 # mypy: disable-error-code="no-untyped-def,assignment"
@@ -23,9 +23,11 @@ ELEMENTS = tl.constexpr(32)
 
 @triton.jit
 def _whole(STATS, SINKS, at, there, head, R: tl.constexpr, SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr):
-    """Each split's factor [SPLITS, rows], the total with a head's sink, and the largest maximum of rows that begin at STATS + ``at``.
+    """Merge the splits of the rows whose statistics begin at STATS + ``at``. Returns each split's factor, total, largest score, base.
 
-    Factors and totals are in units of exp2(base - LIFT), base the fourth result.
+    The factors are [SPLITS, rows]; the total includes the head's sink; the largest score is over all splits. Factors and totals are in
+    units
+    of exp2(base - LIFT).
     """
     at = at[None, :] + tl.arange(0, SPLITS)[:, None]
     tops = tl.load(STATS + at + R * SPLITS, mask=there[None, :], other=float("-inf"))
@@ -41,7 +43,7 @@ def _whole(STATS, SINKS, at, there, head, R: tl.constexpr, SPLITS: tl.constexpr,
 
 @triton.jit
 def _largest(total, peak, base):
-    """The largest share of each row, 0 where it sees nothing or NaN."""
+    """Return the largest softmax weight of each row; 0 if the row sees nothing or the weight is not finite."""
     found = tl.where((peak == float("-inf")) | (total == 0), 0.0, tl.exp2(peak - (base - LIFT)) / total)
     return tl.where((found == found) & (found < float("inf")), found, 0.0)
 
@@ -51,7 +53,7 @@ def _merged(
     PARTS, STATS, SINKS, HEADS, OUT, b, unit, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
     SPLITS: tl.constexpr, HEAD_DECAY: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):
-    """Write ELEMENTS entries of a kv head's rows of OUT [B, H, S, D]; the first of them moves the head's average on."""
+    """Write ELEMENTS entries of a kv head's rows of OUT [B, H, S, D]; the head's first program also updates the head's average."""
     units: tl.constexpr = (D * G * S + ELEMENTS - 1) // ELEMENTS
     k, number = unit // units, unit % units
     pair = b * K + k
@@ -59,7 +61,7 @@ def _merged(
     ok, row, channel = e < D * G * S, e % (G * S), e // (G * S)
     factor, total, _p, _b = _whole(STATS, SINKS, (pair * (4 * R) + row) * SPLITS, ok, k * G + row % G, R, SPLITS, HAS_SINKS)
     part = PARTS + (pair.to(tl.int64) * SPLITS + tl.arange(0, SPLITS))[:, None] * (D * G * S) + e[None, :]
-    # A split without tokens has sums and a factor of zero.
+    # Splits without tokens have sums and a factor of zero.
     out = tl.sum(tl.load(part, mask=ok[None, :], other=0.0) * factor, 0)
     at = ((b * (K * G) + k * G + row % G) * S + row // G).to(tl.int64) * D + channel
     tl.store(OUT + at, tl.where(total == 0, 0.0, out / total).to(OUT.dtype.element_ty), mask=ok)
@@ -81,9 +83,9 @@ def finish(
     G: tl.constexpr, S: tl.constexpr, R: tl.constexpr, D: tl.constexpr, KV: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr,
     DECAY: tl.constexpr, HEAD_DECAY: tl.constexpr, LEAST: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):
-    """Write OUT [B, H, S, D]; move HEADS [B, K] and IMPORTANCE [N, B, PAGE, 2] on. Grid: programs of a batch row, batch rows.
+    """Write OUT [B, H, S, D]; update HEADS [B, K] and IMPORTANCE [N, B, PAGE, 2]. Grid: programs of a batch row, batch rows.
 
-    KV, GROUP: K and G as powers of two. The other operands as ``attend_tokens`` has and leaves them.
+    KV, GROUP: K and G rounded up to powers of two. The other operands are those of ``attend_tokens``, and its results.
     """
     b = tl.program_id(1)
     merging: tl.constexpr = K * ((D * G * S + ELEMENTS - 1) // ELEMENTS)
@@ -108,11 +110,11 @@ def finish(
             lifts, weights = (), ()
             for query in tl.static_range(S):
                 _factor, total, peak, base = _whole(STATS, SINKS, rows_at + query * (G * SPLITS), there, k * G + g, R, SPLITS, HAS_SINKS)
-                # Head averages move with every query, one kv head's by its group.
+                # Averages of heads move with every query; the measure of a kv head is the mean over its group.
                 measure = tl.sum(tl.reshape(tl.where(there, _largest(total, peak, base), 0.0), [KV, GROUP]), 1) / G
                 own = tl.reshape(tl.broadcast_to(measure[:, None], [KV, GROUP]), [KV * GROUP])
                 heads = HEAD_DECAY * heads + (1 - HEAD_DECAY) * own
-                # What a score's power of two is to be multiplied by; nothing in rows that see nothing, or that are not finite.
+                # The exponent added to a score so that exp2 gives its softmax weight; -inf for rows that see nothing or are not finite.
                 lift = LIFT - base - tl.log2(total)
                 lift = tl.where((total > 0) & (total < float("inf")), lift, float("-inf"))
                 lifts, weights = lifts + (lift,), weights + (heads,)

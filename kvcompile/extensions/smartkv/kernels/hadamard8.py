@@ -1,4 +1,4 @@
-"""The frame of narrow keys (``schemes.smartkv.codes.turned``): a Hadamard matrix over eight runs of channels, and one within each."""
+"""The rotation of narrow keys (``smartkv.codes.turned``): a Hadamard matrix over eight runs of channels, and one within each run."""
 
 # mypy: disable-error-code="no-untyped-def,assignment"
 # ruff: noqa: ANN001, ANN202, N803 - kernels: operands are blocks, constants are in capitals.
@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def of_run(C: tl.constexpr, COLUMNS: tl.constexpr):
-    """The matrix within a run of C channels, int32 [COLUMNS, COLUMNS] of -1, 0 and 1: its order is the largest that divides C."""
+    """Return the matrix within a run of C channels, int32 [COLUMNS, COLUMNS] of -1, 0 and 1; the order is the largest power of two in C."""
     order: tl.constexpr = C & -C
     i, j = tl.arange(0, COLUMNS)[:, None], tl.arange(0, COLUMNS)[None, :]
     odd = (i % order) & (j % order)
@@ -23,7 +23,7 @@ def of_run(C: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def across(x, FACTOR: tl.constexpr):
-    """FACTOR times the sums and differences of eight blocks that an unscaled Hadamard matrix of order 8 makes of them."""
+    """Return FACTOR times the product of eight blocks with an unscaled Hadamard matrix of order 8."""
     a, b, c, d = x[0] + x[1], x[0] - x[1], x[2] + x[3], x[2] - x[3]
     e, f, g, h = x[4] + x[5], x[4] - x[5], x[6] + x[7], x[6] - x[7]
     i, j, k, m = a + c, b + d, a - c, b - d

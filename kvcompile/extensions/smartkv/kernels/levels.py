@@ -1,4 +1,4 @@
-"""The kernel that decides levels: ``schemes.smartkv.allocation.by_sorting`` by bisection, one program a row."""
+"""The kernel that decides levels: ``smartkv.allocation.by_sorting`` by bisection, one program per row."""
 
 # mypy: disable-error-code="no-untyped-def,assignment"
 # ruff: noqa: ANN001, ANN202, N803, PLR0913, RUF005, RUF059 - kernels: operands are pointers and constants in capitals.
@@ -9,12 +9,12 @@ import triton
 import triton.language as tl
 
 TOP = tl.constexpr(0x7F800000)
-"""The bits of infinity; positive numbers are ordered as their bits are."""
+"""The bits of infinity; positive floats are ordered as their bits are."""
 
 
 @triton.jit
 def _price(VALUE, LEVEL, CAP, WORTHS, PRICES, bits, tokens, STEPS: tl.constexpr, BLOCK: tl.constexpr):
-    """Bytes of all steps that are worth the number of these bits at least, between what a token has and its cap."""
+    """Return the bytes of all steps between a token's level and its cap that are worth at least the float with these bits."""
     threshold = bits.to(tl.float32, bitcast=True)
     total = tl.zeros([BLOCK], tl.int64)
     for start in range(0, tokens, BLOCK):
@@ -29,7 +29,7 @@ def _price(VALUE, LEVEL, CAP, WORTHS, PRICES, bits, tokens, STEPS: tl.constexpr,
 
 @triton.jit
 def _climb(VALUE, LEVEL, CAP, WORTHS, bits, tokens, STEPS: tl.constexpr, BLOCK: tl.constexpr):
-    """Take those steps."""
+    """Take all steps between a token's level and its cap that are worth at least the float with these bits."""
     threshold = bits.to(tl.float32, bitcast=True)
     for start in range(0, tokens, BLOCK):
         t = start + tl.arange(0, BLOCK)
@@ -43,7 +43,7 @@ def _climb(VALUE, LEVEL, CAP, WORTHS, bits, tokens, STEPS: tl.constexpr, BLOCK: 
 
 @triton.jit
 def _equals(VALUE, LEVEL, CAP, WORTHS, t, bits, tokens, step):
-    """Which tokens at ``t`` have a step that is worth exactly the number of these bits, and may take it."""
+    """Return whether each token at ``t`` may take ``step`` next and its worth equals the float with these bits."""
     value = tl.load(VALUE + t, mask=t < tokens, other=0.0) * tl.load(WORTHS + step)
     level, cap = tl.load(LEVEL + t, mask=t < tokens, other=-1), tl.load(CAP + t, mask=t < tokens, other=-1)
     return (value == bits.to(tl.float32, bitcast=True)) & (level == step) & (cap > step)
@@ -53,10 +53,10 @@ def _equals(VALUE, LEVEL, CAP, WORTHS, t, bits, tokens, step):
 def choose_levels(
     VALUE, SPEND, LOW, HIGH, LEVEL, CAP, WORTHS, PRICES, tokens, STEPS: tl.constexpr, ROUNDS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Write LEVEL int8 [R, T] between LOW and HIGH for at most SPEND bytes a row, less what LOW takes; CAP int8 [R, T] is scratch.
+    """Write LEVEL int8 [R, T] between LOW and HIGH, for at most SPEND bytes per row beyond those of LOW; CAP int8 [R, T] is scratch.
 
-    VALUE float32 [R, T], positive; WORTHS float32 and PRICES int64 of each step. A round ends where a step does not fit, and the next one
-    takes cheaper steps only.
+    VALUE float32 [R, T], positive; WORTHS float32 and PRICES int64 of each step. A round ends at the first step that does not fit; the next
+    round takes cheaper steps only.
     """
     row = tl.program_id(0).to(tl.int64) * tokens
     VALUE, LOW, HIGH, LEVEL, CAP = VALUE + row, LOW + row, HIGH + row, LEVEL + row, CAP + row
@@ -67,7 +67,7 @@ def choose_levels(
         tl.store(CAP + t, tl.load(HIGH + t, mask=t < tokens, other=0), mask=t < tokens)
     dear = left * 0 - 1
     for _ in range(ROUNDS):
-        # After the first round ``dear`` is the price of what did not fit; nothing is left to do where all fitted.
+        # After the first round ``dear`` is the price of the step that did not fit; 0 ends the rounds, since every step fitted.
         if dear != 0:
             if dear > 0:
                 for start in range(0, tokens, BLOCK):
@@ -86,7 +86,7 @@ def choose_levels(
             left -= _price(VALUE, LEVEL, CAP, WORTHS, PRICES, above, tokens, STEPS, BLOCK)
             _climb(VALUE, LEVEL, CAP, WORTHS, above, tokens, STEPS, BLOCK)
             tl.debug_barrier()
-            # Of the steps that are worth the next smaller number some may fit, the newest tokens' first.
+            # Some of the steps with the next smaller worth may fit; the newest tokens come first.
             dear = left * 0
             for step in range(STEPS):
                 if dear == 0:

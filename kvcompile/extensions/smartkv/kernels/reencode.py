@@ -1,7 +1,8 @@
-"""Kernels that go over all tokens of a half where they lie: to say their levels, to decode them by position, to move them.
+"""Kernels over all stored tokens of a slot: write their levels, decode them by position, re-encode them.
 
-A program has TILE places of a batch row, or as many entering tokens, of one kv head. Each token has a width of its own, so one piece of
-code reads all of them, by numbers, and compiles once: neither sizes nor where a layer's part of a tensor begins make a kernel of their own.
+A program has TILE indices of a batch row, or TILE entering tokens, of one kv head. Tokens of a program have different widths, so one piece
+of code reads all of them with widths as numbers, and compiles once: neither sizes nor the alignment of a layer's part of a tensor
+specialise a kernel.
 """
 
 # mypy: disable-error-code="no-untyped-def,assignment,misc,var-annotated"
@@ -19,7 +20,7 @@ from kvcompile.lowering.append.rounding import MAGIC, quotient, rounded_up
 
 @triton.jit
 def _bucket(ENDS, level, b, first, LEVELS: tl.constexpr, BITS: tl.constexpr):
-    """The bucket of each token's level: where it begins in its row, how many it has, its first row of the pool, its bits."""
+    """Return the bucket of each token's level: its first index in its row, its number of tokens, its first row of the pool, its bits."""
     start, held, row, bits = level * 0, level * 0, level * 0, level * 0 + 8
     before = first * 0
     for each in tl.static_range(LEVELS):
@@ -34,7 +35,7 @@ def _bucket(ENDS, level, b, first, LEVELS: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _level(ENDS, place, b, first, LEVELS: tl.constexpr):
-    """Levels of settled tokens at places of a batch row."""
+    """Return the level of the settled token at each index of a batch row."""
     level = place * 0
     for each in tl.static_range(LEVELS - 1):
         level += (place >= end_of(ENDS, b, first, each, LEVELS)).to(tl.int32)
@@ -46,7 +47,7 @@ def _found(
     CODES, SCALES, ENDS, SETTLED_SCALES, WHERE, POOL, first, pages, b, k, rows, K: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
     BITS: tl.constexpr, TILE: tl.constexpr,
 ):
-    """A program's tokens: pointers to their words and high bits, bits, scales as stored, positions, levels; ok where there is one."""
+    """Locate a program's tokens: code pointers (low and high bits), width, scale, position, level; ``ok`` masks empty lanes."""
     of_settled = tl.cdiv(first, TILE)
     if tl.program_id(0) < of_settled:
         place = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -73,7 +74,7 @@ def _found(
 
 @triton.jit
 def _codes(at, high, bits, ok, C: tl.constexpr, COLUMNS: tl.constexpr):
-    """Signed codes of eight runs, int32 [tokens, COLUMNS], 0 behind C, of tokens whose bytes begin at ``at`` and ``high``."""
+    """Return signed codes of eight runs, int32 [tokens, COLUMNS] each, 0 from column C on, of tokens with bytes at ``at`` and ``high``."""
     j = tl.arange(0, COLUMNS)
     there = ok[:, None] & (j < C)[None, :]
     three = (bits == 3)[:, None]
@@ -87,14 +88,14 @@ def _codes(at, high, bits, ok, C: tl.constexpr, COLUMNS: tl.constexpr):
         shift = tl.where(bits == 8, 0, tl.where(bits == 4, 4 * (run % 2), 2 * (run % 4)))
         word = tl.load((at + byte)[:, None] + 2 * j[None, :], mask=there, other=0).to(tl.int32)
         code = (word >> shift[:, None]) & (2 * half - 1)[:, None]
-        # Five runs of three bits lie in a word, two in a byte, and the last one in both.
+        # In three bits, five runs are in a word, two in a byte, and the last one in both.
         if run < 5:
             code = tl.where(three, (whole >> (3 * run)) & 7, code)
         elif run < 7:
             code = tl.where(three, (above >> (3 * (run - 5))) & 7, code)
         else:
             code = tl.where(three, (above >> 6) | ((whole >> 15) << 2), code)
-        # Eight bits are two's complement, narrower ones have half of their range added.
+        # Eight bits are stored in two's complement, narrower codes with half of their range added.
         code = tl.where((bits == 8)[:, None], code ^ 128, code) - half[:, None]
         codes = codes + (tl.where(there, code, 0),)
     return codes
@@ -102,7 +103,7 @@ def _codes(at, high, bits, ok, C: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _turned(x, C: tl.constexpr, COLUMNS: tl.constexpr):
-    """Values [tokens, COLUMNS] of eight runs in the other frame."""
+    """Return the values [tokens, COLUMNS] of eight runs rotated, into or out of the frame of narrow keys."""
     matrix = of_run(C, COLUMNS).to(tl.float32)
     within = ()
     for run in tl.static_range(8):
@@ -112,7 +113,7 @@ def _turned(x, C: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _mean(MEAN, b, k, run: tl.constexpr, K: tl.constexpr, C: tl.constexpr, COLUMNS: tl.constexpr):
-    """The mean of narrow keys in a run's channels, [1, COLUMNS]."""
+    """Load the mean of narrow keys in a run's channels, [1, COLUMNS]."""
     j = tl.arange(0, COLUMNS)
     at = MEAN + (b * K + k) * (8 * C) + 2 * C * (run // 2) + 2 * j + run % 2
     return tl.load(at, mask=j < C, other=0.0).to(tl.float32)[None, :]
@@ -120,7 +121,7 @@ def _mean(MEAN, b, k, run: tl.constexpr, K: tl.constexpr, C: tl.constexpr, COLUM
 
 @triton.jit(do_not_specialize=["count"])
 def say_levels(ENDS, WHERE, FIRST, OUT, count, LEVELS: tl.constexpr, TILE: tl.constexpr):
-    """Write the levels of all settled tokens below ``count`` to OUT int8 [B, count]. Grid: tiles, batch rows."""
+    """Write the levels of all settled tokens at positions below ``count`` to OUT int8 [B, count]. Grid: tiles, batch rows."""
     b = tl.program_id(1)
     first = tl.load(FIRST).to(tl.int32)
     place = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -134,7 +135,7 @@ def decode_tokens(
     CODES, SCALES, FIRST, ENDS, SETTLED_SCALES, WHERE, POOL, MEAN, OUT, pages, rows, count, from_head, K: tl.constexpr, C: tl.constexpr,
     COLUMNS: tl.constexpr, LEVELS: tl.constexpr, BITS: tl.constexpr, TURNED: tl.constexpr, TILE: tl.constexpr,
 ):
-    """Write the values of tokens below ``count`` to OUT [B, heads, count, D], of the kv heads from ``from_head`` on.
+    """Write the values of tokens at positions below ``count`` to OUT [B, heads, count, D], for the kv heads from ``from_head`` on.
 
     Grid: tiles of settled and of entering tokens, heads, batch rows.
     """
@@ -162,7 +163,7 @@ def decode_tokens(
 
 @triton.jit
 def _put(WORDS, HIGH, mine, codes, C: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr):
-    """Write signed codes of eight runs to the bytes of the tokens that are ``mine``."""
+    """Write signed codes of eight runs, BITS wide, to the bytes of the tokens that are ``mine``."""
     j = tl.arange(0, COLUMNS)
     there = mine[:, None] & (j < C)[None, :]
     at, half = WORDS[:, None] + 2 * j[None, :], 2 ** (BITS - 1)
@@ -195,9 +196,9 @@ def move_tokens(
     rows, count, K: tl.constexpr, C: tl.constexpr, COLUMNS: tl.constexpr, LEVELS: tl.constexpr, BITS: tl.constexpr,
     TURNED: tl.constexpr, SIGNED: tl.constexpr, TILE: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr,
 ):
-    """Write the tokens below ``count`` into planes TO_ENDS to TO_POOL, where LEVEL int8 and PLACE int32 [B, count] say.
+    """Write the tokens at positions below ``count`` into planes TO_ENDS to TO_POOL, by LEVEL int8 and index PLACE int32 [B, count].
 
-    As ``moves.EagerMoves`` does. Grid: tiles of settled and of entering tokens, kv heads, batch rows.
+    Does what ``moves.EagerMoves`` does. Grid: tiles of settled and of entering tokens, kv heads, batch rows.
     """
     k, b = tl.program_id(1), tl.program_id(2)
     first = tl.load(FIRST).to(tl.int32)
@@ -212,7 +213,7 @@ def move_tokens(
     x = ()
     for run in tl.static_range(8):
         x = x + (codes[run].to(tl.float32) * held.to(tl.float32)[:, None],)
-    # Keys of eight bits that are to be narrow.
+    # Keys of eight bits that become narrow change their frame.
     plain = (bits == 8) & (wanted < 8)
     if TURNED:
         less = ()
@@ -224,12 +225,12 @@ def move_tokens(
             framed = framed + (tl.where(plain[:, None], turned[run], x[run]),)
         x = framed
     largest, least = tl.max(x[0], 1), tl.min(x[0], 1)
-    # Not x - x: a product less itself is fused, and leaves what rounding took.
+    # Not x - x: a compiler may fuse the product before it, and the difference is then its rounding error.
     bad = tl.max((tl.abs(x[0]) < float("inf")).to(tl.int32) ^ 1, 1)
     for run in tl.static_range(1, 8):
         largest, least = tl.maximum(largest, tl.max(x[run], 1)), tl.minimum(least, tl.min(x[run], 1))
         bad |= tl.max((tl.abs(x[run]) < float("inf")).to(tl.int32) ^ 1, 1)
-    # Behind C, columns are zero, which is no channel's value.
+    # Columns from C on are zero, and no channels.
     top = tl.where(bad != 0, float("nan"), tl.maximum(largest, -least))
     half = (1 << (wanted - 1)).to(tl.float32)
     narrow = tl.where(wanted == 4, 1 / 8 if SIGNED else 1 / 7, tl.where(wanted == 3, 1 / 4 if SIGNED else 1 / 3, 0.5 if SIGNED else 1.0))
@@ -242,7 +243,7 @@ def move_tokens(
     scale = tl.where(same, held, exact.to(TO_SCALES.dtype.element_ty))
     found = ()
     for run in tl.static_range(8):
-        # The low bits of the sum are the integer's.
+        # The low bits of the sum with MAGIC are the rounded integer.
         code = (quotient(x[run], scale[:, None]) + MAGIC).to(tl.int32, bitcast=True) - 0x4B400000
         code = tl.minimum(tl.maximum(code, -half.to(tl.int32)[:, None]), half.to(tl.int32)[:, None] - 1)
         found = found + (tl.where(same[:, None], codes[run], tl.where((scale == scale)[:, None], code, 0)),)

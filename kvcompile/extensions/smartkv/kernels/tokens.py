@@ -1,4 +1,4 @@
-"""Where tokens lie: buckets of settled ones, and pages of those that entered (``schemes.smartkv.buckets``)."""
+"""Addresses of tokens: settled ones in buckets, and entering ones in pages (``smartkv.buckets``)."""
 
 # mypy: disable-error-code="no-untyped-def,assignment"
 # ruff: noqa: ANN001, ANN202, N803, RET505 - kernels: operands are pointers and constants in capitals.
@@ -17,13 +17,13 @@ ROW = tl.constexpr(buckets.ROW)
 
 @triton.jit
 def bits_of(BITS: tl.constexpr, LEVEL: tl.constexpr):
-    """The bits of a level, from a constant with four bits for each."""
+    """Return the bits of a level, from a constant with four bits per level."""
     return (BITS >> (4 * LEVEL)) & 15
 
 
 @triton.jit
 def end_of(ENDS, b, first, LEVEL: tl.constexpr, LEVELS: tl.constexpr):
-    """The place behind a bucket, counted from the first one of its batch row, of which each has ``first`` tokens; 0 of level -1."""
+    """Return the index where a bucket ends, counted within its batch row of ``first`` settled tokens; 0 for level -1."""
     if LEVEL < 0:
         return first * 0
     else:
@@ -32,11 +32,11 @@ def end_of(ENDS, b, first, LEVEL: tl.constexpr, LEVELS: tl.constexpr):
 
 @triton.jit
 def pool_of(ENDS, POOL, b, LEVEL: tl.constexpr, LEVELS: tl.constexpr):
-    """The first byte of a bucket's codes."""
+    """Return a pointer to the first byte of a bucket's codes."""
     return POOL + tl.load(ENDS + b * (2 * LEVELS) + LEVELS + LEVEL).to(tl.int64) * ROW
 
 
 @triton.jit
 def entered(place, b, k, rows, K: tl.constexpr):
-    """Numbers in their planes of tokens that entered, int64; ``place``: position less the first one's."""
+    """Return the indices of entering tokens in their planes, int64; ``place``: position minus that of the first entering token."""
     return (((place // PAGE) * rows + b) * K + k).to(tl.int64) * PAGE + place % PAGE
