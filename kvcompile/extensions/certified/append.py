@@ -1,11 +1,11 @@
 """``append_window`` of one new token into certified planes on CUDA, keys and values in one launch.
 
-A program has one kv head of one batch row. It does what ``ops.append_window.append_window_body`` says with ``Certified.encode``: it gives
-the newest tokens, encodes the block that the token stands in from the window and the token, writes the block's codes, notes and originals,
-and puts the token into the window. Traced, that body is about 28 kernels a layer, and most of what a certified model took to compile.
+A program has one kv head of one batch row. It does what ``ops.append_window.append_window_body`` does with ``Certified.encode``: it returns
+the newest tokens, encodes the token's block from the window and the token, writes the block's codes, notes and originals, and puts the
+token into the window. Traced, that body is about 28 kernels per layer, and most of the compile time of a certified model.
 
-Codes, scales, zero points, originals and the window are the body's bit for bit. The notes are float64 norms whose squares are added in
-another order: the margin of ``certified.scheme.largest_norm`` covers that, so a note may be a neighbor of the body's and is as sound.
+Codes, scales, zero points, originals and the window are equal to the body's bit for bit. The notes are float64 norms whose squares are
+added in another order; the margin of ``certified.scheme.largest_norm`` covers that, so a note may be a neighbouring float and is as sound.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -30,12 +30,12 @@ from kvcompile.schemes.symmetric import SCALE_ULP, TINY
 from kvcompile.types import KeyOrValue
 
 TOKENS = tl.constexpr(BLOCK)
-"""Tokens of a block and of the window, slot i of which holds the token of the current block at i, where that is an old one."""
+"""Tokens of a block and of the window; slot i of the window holds the token at index i of the current block, or of the block before."""
 
 
 @triton.jit
 def _largest_norm(x):
-    """The largest norm of tokens, float32, of float64 [tokens, D]; ``schemes.certified.largest_norm``."""
+    """Return the largest norm of float64 tokens [tokens, D] as float32, rounded up; see ``certified.scheme.largest_norm``."""
     norms = tl.sqrt(tl.sum(x * x, 1))
     largest = tl.max(norms, 0)
     above = (largest * (1 + 2.0**-22) + 2.0**-149).to(tl.float32)
@@ -45,7 +45,7 @@ def _largest_norm(x):
 
 @triton.jit
 def _code_keys(content, CODES, SCALES, ZEROS, D: tl.constexpr):
-    """Encode float32 [tokens, D] by channel, write codes at CODES and a row of scales and zero points; what the codes decode to."""
+    """Encode float32 keys [tokens, D] by channel; write codes at CODES and one row of scales and zero points; return the decoded keys."""
     d = tl.arange(0, D)
     nans = tl.max((content != content).to(tl.int32), 0) != 0
     low = tl.where(nans, float("nan"), tl.min(content, 0))
@@ -72,7 +72,7 @@ def _code_values(
     content, CODES, SCALES, ZEROS, D: tl.constexpr, BITS: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, ULP: tl.constexpr,
     TINY: tl.constexpr,
 ):
-    """Encode float32 [tokens, D] by groups of channels, write codes, scales and zero points of all tokens; what the codes decode to."""
+    """Encode float32 values [tokens, D] by groups of channels; write codes, scales and zero points; return the decoded values."""
     codes, scale, zero = minmax_codes(
         tl.reshape(content, [TOKENS * (D // GROUP), GROUP, 1]), SCALES.dtype.element_ty, BITS, ULP, TINY
     )
@@ -90,7 +90,7 @@ def _append_certified(
     D: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr, BITS: tl.constexpr, PARTS: tl.constexpr,
     GROUP: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr, HAS_ORIGIN: tl.constexpr, HAS_PLACES: tl.constexpr, FULL: tl.constexpr,
 ):
-    """One token of one kv head of one batch row: see the module. All planes are contiguous. FULL: originals and notes are all there is."""
+    """Append one token of one kv head of one batch row: see the module. All planes are contiguous. FULL: without codes."""
     b = (program // HEADS).to(tl.int64)
     h = (program % HEADS).to(tl.int64)
     d = tl.arange(0, D)
@@ -111,18 +111,18 @@ def _append_certified(
     ordered = follows & (start < room) & fits
     x = tl.where(ordered, x, float("nan")).to(X.dtype.element_ty)
 
-    # The newest tokens: row j of W + 1 is token start - W + j, which lies in slot (start + j) % W.
+    # The newest tokens: row j of W + 1 is token start - W + j, which is in slot (start + j) % W.
     slot = (start & (TOKENS - 1)).to(tl.int32)
     out = RECENT + (b * HEADS + h) * (TOKENS + 1) * D
     tl.store(out + ((j - slot) & (TOKENS - 1))[:, None] * D + d[None, :], whole)
     tl.store(out + TOKENS * D + d, x)
 
-    # The block of the token, zeros behind it.
+    # The token's block, zeros after the token.
     last = tl.minimum(tl.maximum(start, 0), room - 1) // TOKENS
     t = last * TOKENS + j
     zeros = tl.zeros([TOKENS, D], tl.float32).to(X.dtype.element_ty)
     content = tl.where((t == start)[:, None], x[None, :], tl.where((t < start)[:, None], whole, zeros))
-    # Nothing of the window may be overwritten before all of the program has read it.
+    # All threads must have read the window before any of it is overwritten.
     tl.debug_barrier()
     tl.store(ring + slot * D + d, x)
     tl.store(clock, held_behind(start + 1, room, follows, fits, first, first, held, kept, given, HAS_ORIGIN))
@@ -134,7 +134,7 @@ def _append_certified(
     wide = content.to(tl.float32)
     tl.store(ORIGINALS + block * (TOKENS * D) + j[:, None] * D + d[None, :], content)
     if FULL:
-        # What is finite is its own decoded form; the rest makes the note no number.
+        # Finite tokens decode to themselves; NaN and Inf make the note NaN.
         decoded = wide
     elif KEYS:
         decoded = _code_keys(wide, CODES + block * (TOKENS * D), SCALES + block * D, ZEROS + block * D, D)
@@ -155,7 +155,7 @@ def certified_one(
     D: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr, BITS: tl.constexpr, PARTS: tl.constexpr,
     GROUP: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr, HAS_ORIGIN: tl.constexpr, HAS_PLACES: tl.constexpr, FULL: tl.constexpr,
 ):
-    """One slot; a program has one kv head of one batch row."""
+    """Append a token to one slot; a program has one kv head of one batch row."""
     _append_certified(
         tl.program_id(0), X, RING, CLOCK, CODES, SCALES, ZEROS, NOTES, ORIGINALS, PLACES, POS, ORIGIN, RECENT, x_b, x_h, x_d, pages, batch,
         pos_b, D, PAGE, HEADS, KEYS, BITS, PARTS, GROUP, ULP, TINY, HAS_ORIGIN, HAS_PLACES, FULL,
@@ -172,7 +172,7 @@ def certified_two(
     PARTS_2: tl.constexpr, GROUP_2: tl.constexpr, ULP_2: tl.constexpr, TINY_2: tl.constexpr, HAS_ORIGIN_2: tl.constexpr,
     HAS_PLACES_2: tl.constexpr, FULL_2: tl.constexpr,
 ):
-    """Two slots, keys and values: the first ``programs`` programs have the first."""
+    """Append a token to two slots, keys and values: the first ``programs`` programs have the first."""
     program = tl.program_id(0)
     if program < programs:
         _append_certified(
@@ -188,13 +188,13 @@ def certified_two(
 
 
 def is_certified(spelled: str) -> bool:
-    """Whether a scheme's text is that of a half of this one."""
+    """Return whether a scheme's text is that of certified keys or certified values."""
     scheme = schemes.parse(spelled)
     return isinstance(scheme, Certified) and scheme.half is not KeyOrValue.AUTO
 
 
 def fits(slot: WindowSlot) -> bool:
-    """Whether the kernel knows this append: one token, channels that are a power of two, contiguous planes."""
+    """Return whether the kernel supports this append: one token, channels a power of two, contiguous planes."""
     D = slot.x.shape[3]
     if not one_token(slot.x) or not is_certified(slot.scheme) or D & (D - 1) or slot.x.dtype not in {
         torch.float16, torch.bfloat16, torch.float32,
@@ -206,7 +206,7 @@ def fits(slot: WindowSlot) -> bool:
 
 
 def _contiguous(plane: torch.Tensor) -> bool:
-    """Whether the pages of a plane [N, B, K, R, width] lie one after the other, without a question about their number."""
+    """Return whether a plane [N, B, K, R, width] is contiguous, without a guard on a symbolic number of pages."""
     step = 1
     for axis in reversed(range(1, plane.dim())):
         if plane.stride(axis) != step and plane.shape[axis] != 1:
@@ -216,7 +216,7 @@ def _contiguous(plane: torch.Tensor) -> bool:
 
 
 def _split(slot: WindowSlot) -> tuple[torch.Tensor, ...]:
-    """The planes codes, scales, zeros, notes and originals, and places; originals stand for codes where there are none."""
+    """Return the planes codes, scales, zeros, notes, originals and, if there is one, places; without codes originals are their dummies."""
     planes = slot.planes[: _encoded(slot.planes)]
     if len(planes) > 2:
         return tuple(planes)
@@ -225,7 +225,7 @@ def _split(slot: WindowSlot) -> tuple[torch.Tensor, ...]:
 
 
 def _operands(slot: WindowSlot, exact_newest: torch.Tensor) -> tuple[object, ...]:
-    """Arguments of the kernels, in their order: whole planes, no views."""
+    """Return the arguments of the kernels, in their order: whole planes, no views."""
     codes, scales, zeros, notes, originals, *more = _split(slot)
     origin = slot.pos if slot.origin is None else slot.origin
     return (
@@ -237,7 +237,7 @@ def _operands(slot: WindowSlot, exact_newest: torch.Tensor) -> tuple[object, ...
 
 
 def _constants(slot: WindowSlot, suffix: str = "") -> dict[str, Any]:
-    """Constants of the kernels, by name."""
+    """Return the constants of the kernels, by name."""
     scheme = schemes.parse(slot.scheme)
     assert isinstance(scheme, Certified)
     rule, dtype = scheme.value_scheme.minmax(slot.x.shape[3]), scheme.value_scheme.scale_dtype
@@ -251,7 +251,10 @@ def _constants(slot: WindowSlot, suffix: str = "") -> dict[str, Any]:
 
 
 def append_certified(slots: Sequence[WindowSlot], launcher: Launcher | None = None) -> list[torch.Tensor]:
-    """The newest tokens that ``append_window_body`` gives for one slot or two of what ``fits``, in one launch; None launches at once."""
+    """Append tokens to one or two slots that ``fits`` accepts, in one launch; returns the newest tokens as ``append_window_body``.
+
+    ``launcher`` None launches at once.
+    """
     launcher = launcher or Direct(slots[0].x.device.type == "cuda")
     results = [slot.exact_newest() for slot in slots]
     operands = [operand for slot, exact_newest in zip(slots, results, strict=True) for operand in _operands(slot, exact_newest)]

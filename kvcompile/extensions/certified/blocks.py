@@ -1,7 +1,7 @@
-"""Blocks of 16 tokens as certified attention sees them: logits, masses, deviations, norms.
+"""Blocks of 16 tokens in certified attention: logits, masses, deviations, norms.
 
-Axes beside the usual: Q = G * S queries of one kv head, N blocks. Logits are float32, as a kernel has them; what is
-derived from them is float64, by the printed bounds.
+Further axes: Q = G * S queries of one kv head, N blocks. Logits are float32, as in the kernels; numbers derived from them are float64 and
+follow the printed bounds.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ _radius = aten(bounds.RADIUS)
 _rounding = aten(bounds.ROUNDING)
 
 def blocks(x: torch.Tensor) -> torch.Tensor:
-    """[..., T] as [..., N, 16]."""
+    """Return [..., T] as [..., N, 16]."""
     return x.unflatten(-1, (-1, BLOCK))
 
 
 class Masses(NamedTuple):
-    """The logits of each block summed up: its largest, and the sum of exp of the others relative to it; [B, K, Q, N]."""
+    """The logits of each block as its largest, and the sum of exp of all relative to it; both [B, K, Q, N]."""
 
     peak: torch.Tensor
     weight: torch.Tensor
 
     @property
     def log(self) -> torch.Tensor:
-        """The log-mass of each block, float64; minus infinity where nothing is visible."""
+        """The log-mass of each block, float64; minus infinity if no token is visible."""
         return self.peak.to(torch.float64) + torch.log(self.weight.to(torch.float64))
 
 
 def masses(logits: torch.Tensor) -> Masses:
-    """Return the largest logit and the sum of exp of each block, of logits [B, K, Q, T]: minus infinity where a token is not visible."""
+    """Return the masses of blocks of logits [B, K, Q, T], which are minus infinity for hidden tokens."""
     by_block = blocks(logits)
     peak = by_block.amax(-1)
     at = torch.where(torch.isneginf(peak), 0, peak)
@@ -46,7 +46,7 @@ def masses(logits: torch.Tensor) -> Masses:
 
 
 class Notes(NamedTuple):
-    """Norms of each block, float64 [B, K, N]: codes' keys (kappa, mu), codes' values (eta, nu)."""
+    """Norms of each block, float64 [B, K, N]: of keys kappa (residual) and mu (full precision), of values eta (residual) and nu."""
 
     kappa: torch.Tensor
     mu: torch.Tensor
@@ -55,7 +55,7 @@ class Notes(NamedTuple):
 
 
 def norms(x_BKTD: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
-    """The largest |x_t|_2 of each block among the tokens ``of`` [B or 1, 1 or K, T], float64 [B, K, N], not below the exact one."""
+    """Return the largest |x_t|_2 of each block among the tokens ``of`` [B or 1, 1 or K, T], float64 [B, K, N], rounded up."""
     each = torch.linalg.vector_norm(x_BKTD.to(torch.float64), dim=-1) * (1 + 2.0**-40)
     return blocks(torch.where(of, each, 0)).amax(-1)
 
@@ -63,7 +63,7 @@ def norms(x_BKTD: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
 def notes_of(
     key_notes: torch.Tensor, value_notes: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, alone: torch.Tensor, seen: torch.Tensor
 ) -> Notes:
-    """The stored notes; of blocks whose tokens are all in full precision (``alone`` [B or 1, 1, N]) what their tokens have."""
+    """Return the stored notes; for blocks wholly in full precision (``alone`` [B or 1, 1, N]) zero residuals and norms of their tokens."""
     kappa, mu = key_notes.to(torch.float64).unbind(-1)
     eta, nu = value_notes.to(torch.float64).unbind(-1)
     zero = torch.zeros((), dtype=torch.float64, device=kappa.device)
@@ -74,7 +74,7 @@ def notes_of(
 
 
 class Deviations(NamedTuple):
-    """How far computed logits of each block may be from exact ones, float64 [B, K, Q, N]: from codes, from originals."""
+    """Bounds on how far computed logits of each block are from exact ones, float64 [B, K, Q, N]: from codes, from full-precision keys."""
 
     codes: torch.Tensor
     originals: torch.Tensor
@@ -83,7 +83,10 @@ class Deviations(NamedTuple):
 def deviations(
     scores: LogitInputs, steps: torch.Tensor, zeros: torch.Tensor, notes: Notes, live: torch.Tensor, alone: torch.Tensor
 ) -> Deviations:
-    """Theorems 1 and 6. ``steps`` and ``zeros`` [B, K, N, D] of the key codes; blocks that are not ``live`` deviate by nothing."""
+    """Return the deviations of theorems 1 and 6, zero for blocks that are not ``live``.
+
+    ``steps`` and ``zeros``: [B, K, N, D] of the key codes.
+    """
     radius = _radius(step=steps, zero=zeros.abs())
     radius = torch.where(live.any(2).unsqueeze(-1), radius, 0)
     channels = scores.query.abs() @ radius.transpose(-1, -2)
@@ -93,7 +96,7 @@ def deviations(
 def block_deviations(
     query: torch.Tensor, channels: torch.Tensor, notes: Notes, live: torch.Tensor, alone: torch.Tensor, scale: float, softcap: float
 ) -> Deviations:
-    """Bound the deviations of each block's logits from ``channels`` [B, K, Q, N], sum_c |q_c| radius_c; ``query`` float32 [B, K, Q, D]."""
+    """Return the deviations of each block's logits from ``channels`` [B, K, Q, N], sum_c |q_c| radius_c; ``query`` float32 [B, K, Q, D]."""
     query_norm = torch.linalg.vector_norm(query.to(torch.float64), dim=-1).unsqueeze(-1) * (1 + 2.0**-40)
     kappa, mu = notes.kappa.unsqueeze(2), notes.mu.unsqueeze(2)
     common = dict(query_norm=query_norm, mu=mu, scale=abs(scale), cap=softcap, peak=0.0)
@@ -104,7 +107,7 @@ def block_deviations(
 
 
 def biased(deviation: torch.Tensor, live: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
-    """A deviation with the rounding of a bias added to logits as large as ``top`` [B, K, Q]."""
+    """Return a deviation plus the rounding of a bias added to logits up to |``top``| [B, K, Q]; zero for blocks not ``live``."""
     peak = top.abs().to(torch.float64) + NEAR
     more = _rounding(kappa=0.0, mu=0.0, query_norm=0.0, scale=0.0, terms=0.0, cap=0.0, peak=peak)
     return torch.where(live, deviation + more.unsqueeze(-1), 0)

@@ -1,4 +1,4 @@
-"""The checks that send a head, or all heads of a batch row, to the originals. Comparisons fail on NaN, but for notes that are NaN."""
+"""The checks that make a head, or all heads of a batch row, fall back to full precision. NaN fails a check, except in a note (below)."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ NONE = float("-inf")
 
 
 def ranked(disagree: torch.Tensor, entering: torch.Tensor) -> torch.Tensor:
-    """Return the failures that ``rank_fails`` found, as bits of ``Cause``."""
+    """Return the failures of ``rank_fails`` as bits of ``Cause``."""
     return torch.where(disagree, int(Cause.RANK), 0) | torch.where(entering, int(Cause.BOUNDARY), 0)
 
 
 def rank_fails(
     coded: Masses, exact: Masses, delta: Deviations, known: torch.Tensor, tail: torch.Tensor, rank: int, agree: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Theorem 7, two flags [B, K, Q]: codes order the leading ``rank`` blocks otherwise (``agree``); one of the ``tail`` may be among them.
+    """Check the order of leading blocks (theorem 7). Returns two flags [B, K, Q]: the order disagrees, and a tail block may enter.
 
-    ``known``: blocks whose keys are exact, in full precision or promoted, of which ``exact`` has the masses. Where no block of
-    codes is left in the tail nothing rests on their order, and neither fails: blocks that tie are ordered by rounding alone.
+    The first flag: the ``rank`` leading blocks by codes are not those by full-precision keys (only with ``agree``). The second: a block of
+    the
+    ``tail`` may have more mass than the last of them.
+    ``known``: blocks whose keys are exact, in the window or promoted; ``exact`` has their masses. Without a block of codes in the tail the
+    result does not depend on the order, and neither flag is set: ties are ordered by rounding alone.
     """
     by_codes, by_originals = torch.where(known, coded.log, NONE), torch.where(known, exact.log, NONE)
     if not known.shape[-1]:
@@ -44,7 +47,7 @@ def rank_fails(
 
 
 def logits_differ(coded: torch.Tensor, exact: torch.Tensor, delta: Deviations, visible: torch.Tensor, guard: float) -> torch.Tensor:
-    """Theorem 8, for each block [B, K, Q, N]: a token's two logits are further apart than they can be."""
+    """Return whether the logits of a token in each block [B, K, Q, N] differ by more than theorem 8 allows."""
     apart = blocks(torch.where(visible, exact - coded, 0)).abs().amax(-1).to(torch.float64)
     return ~(apart <= _consistent(delta=delta.codes, own=delta.originals, guard=guard))
 
@@ -52,9 +55,11 @@ def logits_differ(coded: torch.Tensor, exact: torch.Tensor, delta: Deviations, v
 def notes_differ(
     decoded: torch.Tensor, originals: torch.Tensor, notes: tuple[torch.Tensor, torch.Tensor], of: torch.Tensor
 ) -> torch.Tensor:
-    """For each block [B, K, N]: the norms that ``notes`` has (of residuals, of originals) are below those of the tokens ``of``.
+    """Return whether each block [B, K, N] has a norm above its note, over the tokens ``of``.
 
-    A note that is NaN says that its block held what no code stands for: nothing is known to compare with, and nothing rests on it.
+    ``notes``: noted norms of residuals and of full-precision tokens. A NaN note marks a block with NaN or Inf, which no code represents:
+    there
+    is nothing to compare, and the check passes.
     """
     residual, size = notes
     fine = (norms(originals.to(torch.float64) - decoded.to(torch.float64), of) <= residual) | torch.isnan(residual)

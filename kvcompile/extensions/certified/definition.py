@@ -1,22 +1,22 @@
-"""Certified attention defined: attention over codes whose result is within its certificate, or the dense one.
+"""The definition of certified attention: attention over codes if the result is within its certificate, else over full-precision tokens.
 
-The eager body is the definition, as in ``ops``: what kernels will be compared with. No branch depends on data and nothing
-comes to the host: both sides of every decision are computed here and selected by flags, which a kernel need not do.
+The eager body is the definition that the kernels are compared with. No branch depends on data and nothing is copied to the host: both
+sides of every decision are computed here and selected by flags; a kernel need not compute both.
 
-Beside the operands of ``attend`` (see ``ops``):
-    keys, values   planes codes, scales, zeros, notes of the certified stores; of values that are no codes originals and notes
+Operands besides those of ``attend`` (see ``lowering.ops``):
+    keys, values   planes codes, scales, zeros, notes of the certified stores; for values that are not encoded originals and notes
     originals      the dense planes of tier 2, keys and values, [N, B, K, rows, D], in host or device memory; every token
-    clock          int64 [1]: the number of the step, which decides what is explored
+    clock          int64 [1]: the number of the step, which decides the explored blocks
     policy         ``Certify.spec``
 Results: the output [B, H, S, Dv]; the certificate, float32 [B, H, S, len(Figure)]; the counters, int32 [B, H, S, len(Count)].
 
-Rungs. Promotion of keys, widened to make its coverage certain and to keep the key budget (1). Promotion of values (2). A head is dense
-where it is not certain which blocks lead, a budget is not kept, or its certificate is no number (3); all heads of a batch row are where a
-block that was compared with its originals is not what was encoded (4): rows are requests, and one must not change another's result.
-Dense is what ``attend`` gives over the originals with the scheme ``dense``, bit for bit. There its certificate is the arithmetic
-alone, from the originals' own norms.
+Rungs. (1) Promotion of keys, widened to make its coverage certain and to keep the key budget. (2) Promotion of values. (3) A head falls
+back if the leading blocks are not certain, a budget is exceeded, or its certificate is not finite. (4) All heads of a batch row fall back
+if a block that was compared with its originals is not what was encoded: rows are requests, and one must not change another's result.
+A head that falls back has the result of ``attend`` over the originals with the scheme ``dense``, bit for bit. Its certificate is then
+the rounding alone, from the originals' own norms.
 
-A block that the window covers in part counts as codes throughout, which its notes bound; one that it covers whole is exact.
+A block that is partly in the window counts as codes throughout, which its notes bound; one that is wholly in it is exact.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from kvcompile.types import Role, SlotSpec
 
 
 class CodedAndExact(NamedTuple):
-    """One side of the cache as float32 tokens [B, K, T, D]: as decoded, with the window laid over; as they were."""
+    """Keys or values as float32 tokens [B, K, T, D]: as decoded, with the window's tokens in full precision; and all in full precision."""
 
     coded: torch.Tensor
     exact: torch.Tensor
 
 
 class BlockVisibility(NamedTuple):
-    """Visible tokens [B, 1 or K, Q, T]; blocks with a visible token; those whose visible tokens are all in full precision."""
+    """Visible tokens [B, 1 or K, Q, T], and those before the window; blocks with a visible token; blocks wholly in the window."""
 
     tokens: torch.Tensor
     from_codes: torch.Tensor
@@ -61,7 +61,7 @@ class BlockVisibility(NamedTuple):
 def _tokens(
     scheme: Certified, planes: Sequence[torch.Tensor], originals: torch.Tensor, slot: SlotSpec, seen: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Decoded tokens and originals, float32; zero where nobody looks: what was never written may be NaN."""
+    """Return decoded and full-precision tokens, float32; zero for tokens that no query sees: unwritten ones may be NaN."""
     exact = as_tokens(originals).to(seen.device, torch.float32)[:, :, : seen.shape[-1]]
     coded = scheme.decode(tuple(as_tokens(plane) for plane in planes[:-1]), slot) if scheme.coded(slot) else exact
     at = seen[..., None]
@@ -89,7 +89,7 @@ def certified_step(
     products = CodedAndExact(scores.products(k.coded), scores.products(k.exact))
     logits = CodedAndExact(*(scores.logits(each) for each in products))
     coded = masses(logits.coded)
-    # A block in full precision has the same masses twice, whatever the order in which they were added.
+    # A block in the window has the same masses from both, in whatever order they were added.
     exact = _chosen(codes, masses(logits.exact), coded)
     sink = None if sinks is None else sinks.to(torch.float32).view(K, heads[1], 1).expand(-1, -1, S).flatten(1).expand(B, -1, -1)
 
@@ -113,9 +113,9 @@ def certified_step(
     causes = causes_of(certificate, rules)
     if rules.rank:
         causes = causes | ranked(*rank_fails(coded, exact, delta, known, codes & ~promoted.read, rules.rank, rules.agree))
-    # Before a bias: a large one would round both logits by more than the keys' codes could.
+    # Without the bias: a large one would round both logits by more than the keys' codes could.
     damaged = logits_differ(products.coded, products.exact, of_products, visible.from_codes, rules.guard) & promoted.read
-    # Of keys that no code stands for, which their note says, there is no logit to compare.
+    # Keys with NaN or Inf, marked by a NaN note, have no logit to compare.
     damaged = damaged & ~torch.isnan(notes.kappa).unsqueeze(2)
     differ = _differ(k, v, notes, visible.from_codes.any(2))
     damaged = damaged | (promoted.read & differ[0]) | (original_values & differ[1])
@@ -132,21 +132,21 @@ def certified_step(
 
 
 def _check_tier_2(originals: Sequence[torch.Tensor], pages: int) -> None:
-    """Raise Tier2Missing where the planes of tier 2 have fewer pages than the codes."""
+    """Raise Tier2Missing if the planes of tier 2 have fewer pages than the codes."""
     for plane, what in zip(originals, ("original keys", "original values"), strict=True):
         if plane.shape[0] < pages:
             raise Tier2Missing(expected=pages, found=plane.shape[0], what=what)
 
 
 def _chosen(flags: torch.Tensor, new: Masses, old: Masses) -> Masses:
-    """The masses of ``new`` for the blocks of ``flags``, those of ``old`` for the others."""
+    """Return the masses of ``new`` for flagged blocks, and of ``old`` for the others."""
     return Masses(*(torch.where(flags, a, b) for a, b in zip(new, old, strict=True)))
 
 
 def _sides(
     scheme: Certified, operands: AttendOperands[torch.Tensor], originals: Sequence[torch.Tensor], seen: torch.Tensor
 ) -> tuple[CodedAndExact, CodedAndExact]:
-    """Keys and values, with the window laid over both forms of each."""
+    """Return the keys and the values, decoded and in full precision, with the window's tokens in both."""
     q, K, exact_newest, base = operands.q, operands.keys[0].shape[2], operands.exact_newest, operands.base
     slots = SlotSpec(K, q.shape[3], q.dtype, Role.KEY), SlotSpec(K, operands.value_dim, q.dtype, Role.VALUE)
     k, v = (
@@ -164,14 +164,14 @@ def _sides(
 
 
 def _differ(k: CodedAndExact, v: CodedAndExact, notes: Notes, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Flags of blocks [B, K, 1, N] whose keys, and whose values, are beyond what their notes say of the tokens ``own``."""
+    """Return flags of blocks [B, K, 1, N] whose keys, and whose values, exceed their notes over the tokens ``own``."""
     keys = notes_differ(k.coded, k.exact, (notes.kappa, notes.mu), own)
     values = notes_differ(v.coded, v.exact, (notes.eta, notes.nu), own)
     return keys.unsqueeze(2), values.unsqueeze(2)
 
 
 def _dense(operands: AttendOperands[torch.Tensor], originals: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Attention over the originals as the scheme ``dense`` has it, [B, H, S, Dv]."""
+    """Return attention over the originals with the scheme ``dense``, [B, H, S, Dv]."""
     keys, values = (plane.to(operands.q.device) for plane in originals)
     return attend_body(dataclasses.replace(
         operands, keys=[keys], values=[values], key_scheme="dense", value_scheme="dense", exact_newest=None, base=None
@@ -181,24 +181,24 @@ def _dense(operands: AttendOperands[torch.Tensor], originals: Sequence[torch.Ten
 def _sight(
     operands: AttendOperands[torch.Tensor], heads: tuple[int, int], tokens: int
 ) -> tuple[BlockVisibility, torch.Tensor | None]:
-    """Return which tokens each query sees, and the bias that its logits get, [B or 1, 1 or K, Q, T]."""
+    """Return which tokens and blocks each query sees, and the bias of its logits, [B or 1, 1 or K, Q, T] or None."""
     q, base = operands.q, operands.base
     mask, extra = visible_to_queries(operands, heads, tokens)
     place = torch.arange(tokens, device=q.device)
     behind = place < tokens if base is None else place < base[:, None]
     behind = behind.expand(q.shape[0], -1)[:, None]
-    # The first token of a block decides: a block that the window covers from its first token has none from codes.
+    # A block whose first token is in the window has no token from codes.
     alone = ~blocks(behind)[..., 0]
     return BlockVisibility(mask, mask & behind.unsqueeze(2), blocks(mask).any(-1), alone), extra
 
 
 def logits_of(read: torch.Tensor, logits: CodedAndExact) -> torch.Tensor:
-    """Each block's logits from its originals where ``read`` [B, K, Q, N], else from its codes; [B, K, Q, N, 16]."""
+    """Return each block's logits, [B, K, Q, N, 16]: from its originals where ``read`` [B, K, Q, N], else from its codes."""
     return torch.where(read.unsqueeze(-1), blocks(logits.exact), blocks(logits.coded))
 
 
 def _softmax(of: Masses, live: torch.Tensor, sink: torch.Tensor | None) -> tuple[Sum, torch.Tensor]:
-    """The masses relative to the largest logit, and that logit [B, K, Q]."""
+    """Return the masses relative to the largest logit, and that logit [B, K, Q]."""
     top = of.peak.amax(-1)
     top = top if sink is None else torch.maximum(top, sink)
     top = torch.where(torch.isneginf(top), 0, top)
@@ -209,7 +209,7 @@ def _softmax(of: Masses, live: torch.Tensor, sink: torch.Tensor | None) -> tuple
 def _output(
     per_token: torch.Tensor, top: torch.Tensor, v: CodedAndExact, original: torch.Tensor, sink: torch.Tensor | None
 ) -> torch.Tensor:
-    """softmax(logits) @ values, float64 [B, K, Q, Dv]: products of a block in float32, blocks added in float64."""
+    """Return softmax(logits) @ values, float64 [B, K, Q, Dv]: products within a block in float32, blocks added in float64."""
     weights = torch.exp(per_token - top[..., None, None])
     use = original.unsqueeze(-1)
     parts = []
@@ -227,7 +227,7 @@ def _dense_arithmetic(
     scores: LogitInputs, logits: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor, live: torch.Tensor,
     sink: torch.Tensor | None, dtype: torch.dtype, has_bias: bool,
 ) -> torch.Tensor:
-    """How far the dense result may be from the exact one, [B, K, Q]: float32 sums over all tokens in any order."""
+    """Return a bound on the rounding of the dense result, [B, K, Q]: float32 sums over all tokens in any order."""
     everywhere = torch.ones((), dtype=torch.bool, device=k.device)
     nu, mu = norms(v, everywhere), norms(k, everywhere)
     none, steps = torch.zeros_like(mu), torch.zeros_like(k[:, :, ::BLOCK])

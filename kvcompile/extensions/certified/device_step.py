@@ -1,26 +1,27 @@
-"""Certified attention by kernels: what ``definition.certified_step`` defines, with tier 2 read only where it is asked for.
+"""Certified attention by kernels: the result of ``definition.certified_step``, reading only the promoted part of tier 2.
 
-    1. ``key_scores`` reads the int8 keys once and sums up blocks of logits, ``select_blocks`` promotes keys and values and draws what is
-       explored; where query heads share a selection, ``unite_blocks`` makes it of theirs.
-    2. ``exact_scores`` reads the original keys of what is read and puts their logits in place. ``bound_sums`` adds up what a certificate is
-       made of; where there is a budget of values, ``spend_value_budget`` promotes further ones. Where originals are in host memory,
-       ``stage_blocks`` goes before what reads them: it copies what is asked for into device memory, where it is not there yet.
-    3. ``weighted_values`` reads the int4 values once, and original values where promoted. ``certify`` makes the certificate and the causes.
-    4. ``dense_scores``, ``dense_values`` and ``bound_sums`` again, with everything from the originals, for heads that fall; without one
-       they end at once. ``finalize`` makes the certificate of those, and adds the step to the telemetry.
+    1. ``key_scores`` reads the int8 keys once and computes logits and their sums per block; ``select_blocks`` promotes keys and values and
+       draws the explored blocks; if query heads share a selection, ``unite_blocks`` merges theirs.
+    2. ``exact_scores`` reads the full-precision keys of promoted blocks and overwrites their logits. ``bound_sums`` adds up the terms of
+       the certificate; with a budget of values, ``spend_value_budget`` promotes further ones. If originals are in host memory,
+       ``stage_blocks`` runs before their readers and copies requested blocks into device memory, unless they are there already.
+    3. ``weighted_values`` reads the int4 values once, and full-precision values of promoted blocks. ``certify`` makes the certificate and
+       the causes.
+    4. ``dense_scores``, ``dense_values`` and ``bound_sums`` again, all from originals, for heads that fall back; without one
+       they end at once. ``finalize`` makes the certificate of those heads, and adds the step to the telemetry.
 
-That is eleven kernels, one more for each scratch, and no tensor code, but for a ranking of more than one block.
+That is eleven kernels, one more per scratch, and no tensor code, except to rank more than one leading block.
 
-No branch depends on data, nothing comes to the host, every buffer's size is that of the planes: a CUDA graph can hold it.
+No branch depends on data, nothing is copied to the host, and the planes determine every buffer's size: a CUDA graph can capture a step.
 
-Every decision is the definition's, on logits and sums that were added in another order, except that blocks whose shares are equal as
-float32 numbers leave the tail together where a budget draws the line between them (never beyond ``k_max``). What is certified is
-what was read, so more is sound. Weights are relative to the largest logit by codes, or the largest exact one if that is above it.
-A head that falls is not what the scheme ``dense`` gives bit for bit: it is the same float32 attention over the originals in
-another order, within the certificate that comes with it, which the originals' own norms make.
+Every decision is the definition's, on logits and sums that were added in another order, except that blocks with equal float32 shares
+leave the tail together if the budget would split them (never beyond ``k_max``). The certificate covers the blocks that were read, so
+reading more is sound. Weights are relative to the largest logit by codes, or to the largest exact one if that is larger.
+A head that falls back does not get the scheme ``dense``'s result bit for bit: it is the same float32 attention over the originals in
+another order, within the certificate returned with it, which uses the originals' own norms.
 
-The arithmetic: keys by codes on tensor cores (``bounds.CODED``), values by codes in float16 on tensor cores, turn by turn; originals in
-float32; a split's turns and blocks one after the other, so the chain of roundings grows by a split's blocks; splits and masses in float64.
+The arithmetic: keys' codes on tensor cores (``bounds.CODED``); values' codes in float16 on tensor cores, tile by tile; originals in
+float32; a split's tiles and blocks one after the other, so the chain of roundings grows by a split's blocks; splits and masses in float64.
 """
 
 from __future__ import annotations
@@ -68,23 +69,23 @@ from kvcompile.schemes.certificate.telemetry import COLUMNS
 
 
 class Scratches(NamedTuple):
-    """Scratches of keys and of values, where originals are in host memory: the places of blocks, and what they are in."""
+    """The scratches of keys and of values if originals are in host memory, each as planes ``places`` and ``scratch``; None without one."""
 
     keys: tuple[torch.Tensor, torch.Tensor] | None = None
     values: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 NONE_HELD = Scratches()
-"""Where there are no scratches."""
+"""No scratches."""
 
 
 def certified_by_kernels(
     rules: Certify, scheme: Certified, operands: AttendOperands[torch.Tensor], originals: Sequence[torch.Tensor], clock: torch.Tensor, *,
     splits: int | None = None, telemetry: torch.Tensor | None = None, scratch: Scratches = NONE_HELD, launcher: Launcher | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Output, figures and counters of ``definition.certified_step``, for what ``kernel_gap`` lets through.
+    """Return output, figures and counters of ``definition.certified_step``, for operands that ``kernel_gap`` accepts.
 
-    ``clock``: of any dtype, whose first element is the number of the step. The step is added to ``telemetry`` [1, B, K, 1, TELEMETRY].
+    ``clock``: any dtype; its first element is the number of the step. The step is added to ``telemetry`` [1, B, K, 1, TELEMETRY].
     ``launcher``: starts the kernels; None runs them at once.
     """
     for plane, what in zip(originals, ("original keys", "original values"), strict=True):
@@ -111,7 +112,7 @@ def certified_by_kernels(
 
 
 class Chosen(NamedTuple):
-    """Flags of blocks [B, K, Q, N]: whose keys are read, whose values are, and those of both that are only explored, None for none."""
+    """Flags of blocks [B, K, Q, N]: keys read in full precision, values read in full precision, and only explored ones; None for none."""
 
     read: torch.Tensor
     values: torch.Tensor
@@ -119,7 +120,7 @@ class Chosen(NamedTuple):
 
 
 class Staged(NamedTuple):
-    """A scratch [1, B, K, rows, D] as kernels find blocks in it: the slot in its set of each, int32 [B, K, N]; how many sets it has."""
+    """A scratch [1, B, K, rows, D] as kernels read it: each block's slot in its set, int32 [B, K, N], -1 for none; its number of sets."""
 
     held: torch.Tensor
     found: torch.Tensor
@@ -127,7 +128,7 @@ class Staged(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Sums of the programs of ``bound_sums`` of keys and of values, [B, K, Q, programs, columns], and the logit they are relative to."""
+    """Partial sums of ``bound_sums`` of keys and of values, [B, K, Q, programs, columns], and the logit that they are relative to."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -181,24 +182,24 @@ class DeviceStep:
         self.list = torch.empty(*self.shape, N, dtype=torch.int32, device=q.device)
         self.listed = torch.empty(self.shape, dtype=torch.int32, device=q.device)
         self.order, self.term = self.floats(*self.shape, N), self.doubles(*self.shape, N)
-        # Rows of a kv head are heads and queries one after the other: the results' own order.
+        # Rows of a kv head are ordered by head, then query: the results' own order.
         self.result, self.figures = self.q.new_empty(B, H, S, value_dim), self.floats(B, H, S, len(Figure))
         self.counts = torch.empty(B, H, S, len(Count), dtype=torch.int32, device=q.device)
 
     def floats(self, *shape: int) -> torch.Tensor:
-        """Uninitialized float32."""
+        """Return uninitialized float32."""
         return torch.empty(shape, dtype=torch.float32, device=self.q.device)
 
     def doubles(self, *shape: int) -> torch.Tensor:
-        """Uninitialized float64."""
+        """Return uninitialized float64."""
         return torch.empty(shape, dtype=torch.float64, device=self.q.device)
 
     def flags(self, *shape: int) -> torch.Tensor:
-        """Uninitialized flags."""
+        """Return uninitialized flags, int8."""
         return torch.empty(shape, dtype=torch.int8, device=self.q.device)
 
     def key_scores(self) -> None:
-        """Logits, sums of blocks, deviations and notes; what each row sees, its sink."""
+        """Write logits, masses, deviations and notes of all blocks; each row's visible range and sink."""
         from kvcompile.extensions.certified.kernels.key_scores import ROW_TILE, key_scores
 
         hi, lo, base, sinks = self.operands.hi, self.operands.lo, self.operands.base, self.operands.sinks
@@ -223,7 +224,7 @@ class DeviceStep:
         )
 
     def select_blocks(self, clock: torch.Tensor) -> Chosen:
-        """``promotion.promote_keys`` without a sort."""
+        """Return the blocks of ``promotion.promote_keys``, chosen without a sort."""
         from kvcompile.extensions.certified.kernels.select_blocks import select_blocks
 
         rules, N = self.rules, self.blocks
@@ -246,7 +247,7 @@ class DeviceStep:
     def united(
         self, chosen: torch.Tensor, values: torch.Tensor, explored: torch.Tensor | None, clock: torch.Tensor, explore: int
     ) -> torch.Tensor:
-        """Flags of what any query head of a kv head has ``chosen``, and of what is explored."""
+        """Return flags of the blocks ``chosen`` by any query head of a kv head, plus the explored ones."""
         from kvcompile.extensions.certified.kernels.select_blocks import unite_blocks
 
         read = self.flags(*self.shape, self.blocks)
@@ -260,7 +261,7 @@ class DeviceStep:
         self, scratch: tuple[torch.Tensor, torch.Tensor] | None, originals: torch.Tensor, asked: torch.Tensor,
         explored: torch.Tensor | None, half: str, clock: torch.Tensor, telemetry: torch.Tensor | None,
     ) -> Staged | None:
-        """Bring blocks that are ``asked`` for into the scratch of a half; None where there is none."""
+        """Copy the ``asked`` blocks into the scratch of keys or of values (``half``: "key" or "value"); None without a scratch."""
         from kvcompile.extensions.certified.kernels.stage_blocks import stage_blocks
 
         if scratch is None:
@@ -279,12 +280,12 @@ class DeviceStep:
         return Staged(held, found, sets)
 
     def exact_scores(self, staged: Staged | None) -> Masses:
-        """Exact masses of the blocks on the rows' lists; logits there are exact from now on."""
+        """Return the exact masses of the blocks on the rows' lists, and overwrite their logits with exact ones."""
         from kvcompile.extensions.certified.kernels.exact_scores import exact_scores
 
         q, keys, originals, found = self.q, self.keys, self.originals[0], self.masses()
         scratch = staged or Staged(originals, self.list, 1)
-        # Not more than there are blocks, whose number may be a symbol that nothing is to be decided by.
+        # At most one per block; that number may be symbolic, so no branch depends on it.
         programs = torch.sym_min(self.blocks, max(1, min(self.rules.k_max, MOST_LISTED)))
         self.launch.kernel(
             exact_scores, (programs, math.prod(self.shape)), q, *keys[:3], originals, self.list, self.listed, self.at, self.notes,
@@ -295,7 +296,7 @@ class DeviceStep:
         return found
 
     def dense_scores(self) -> Masses:
-        """Exact masses, logits and norms of all blocks of the rows that fall."""
+        """Return exact masses of all blocks of the rows that fall back, and write their logits and norms."""
         from kvcompile.extensions.certified.kernels.exact_scores import dense_scores
 
         q, originals, found = self.q, self.originals[0], self.masses()
@@ -307,16 +308,16 @@ class DeviceStep:
         return found
 
     def masses(self) -> Masses:
-        """Uninitialized ones of all blocks."""
+        """Return uninitialized masses of all blocks."""
         return Masses(self.floats(*self.shape, self.blocks), self.floats(*self.shape, self.blocks))
 
     def of_originals(self) -> dict[str, float | int]:
-        """Constants of what reads original keys."""
+        """Return the constants of kernels that read original keys."""
         S = self.sizes["S"]
         return dict(self.sizes, SCALE=self.scale, D=self.q.shape[3], PER_PAGE=self.page // BLOCK, S2=1 << (S - 1).bit_length())
 
     def bound_sums(self, exact: Masses, chosen: Chosen) -> tuple[Chosen, Sums]:
-        """The sums that a certificate is made of, and with a budget of values those that are promoted then."""
+        """Return the sums of the certificate, and the flags with the values promoted by their budget, if it is finite."""
         rules, spend = self.rules, not math.isinf(self.rules.value_budget)
         found = self._bound_sums(exact, chosen, self.top, False)
         if not spend:
@@ -334,16 +335,16 @@ class DeviceStep:
         return chosen._replace(values=values), found._replace(values=left)
 
     def own_chain(self) -> int:
-        """Return the blocks and newest tokens that a program of ``weighted_originals`` adds one after the other."""
+        """Return the number of blocks that one program of ``weighted_originals`` adds in sequence, newest tokens included."""
         return self.own_share + -(-self.new_v.shape[2] // (BLOCK * self.own_programs))
 
     def chains(self) -> dict[str, float | int]:
-        """Constants of the rounding of values: FLOOR is what decoding loses below float16's least normal number."""
+        """Return the constants of the rounding of values; FLOOR: the error of decoding below float16's least normal number."""
         floor = 0.0 if self.full else math.sqrt(self.value_dim) * bounds.HALF_TINY * 2.0**12
         return dict(CHAIN=head_bounds.CHAIN, T=self.turn, FLOOR=floor, CODES=not self.full)
 
     def bound_sums_again(self, exact: Masses) -> Sums:
-        """The sums of rows that fall: everything from the originals, relative to what is the largest logit then."""
+        """Return the sums of rows that fall back: all from originals, relative to the largest exact logit."""
         return self._bound_sums(exact, Chosen(self.falls, self.falls, None), self.exact_top, True)
 
     def _bound_sums(self, exact: Masses, chosen: Chosen, top: torch.Tensor, everything: bool) -> Sums:
@@ -354,7 +355,8 @@ class DeviceStep:
         values = self.doubles(*self.shape, chunks, len(kernels.VALUE_COLUMNS))
         chain = self.own_chain()
         if everything:
-            # A place's tiles and newest tokens one after the other, then the places of a tile, of which a chain has a block's already.
+            # In sequence: the tiles and newest tokens at one index of a tile, then the indices of a tile, less a block that the chain has
+            # already.
             tile, newest = self.value_tile, self.new_v.shape[2]
             chain = -(-self.blocks * BLOCK // (tile * self.value_programs)) + -(-newest // tile) + tile - BLOCK
         rank = self.rules.rank == 1 and not everything
@@ -369,7 +371,7 @@ class DeviceStep:
         return Sums(keys, values, top)
 
     def ranked(self, coded: Masses, exact: Masses, read: torch.Tensor) -> torch.Tensor:
-        """``checks.rank_fails`` for more than one leading block, as causes; int32 [B, K, Q]."""
+        """Return the causes of ``checks.rank_fails`` for more than one leading block, int32 [B, K, Q]."""
         causes = torch.empty(self.shape, dtype=torch.int32, device=read.device)
         self.launch.operator(
             certified_ranks, causes, self.at, *coded, *exact, read, self.delta, self.own, self.heads[1],
@@ -378,7 +380,7 @@ class DeviceStep:
         return causes
 
     def certify(self, sums: Sums, parts: torch.Tensor, causes: torch.Tensor | None) -> None:
-        """Result, figures, counters, and which rows fall; ``causes``: of ranks, where those are known already."""
+        """Write result, figures, counters, and which rows fall back; ``causes``: those of ranks, None if the kernel is to check them."""
         from kvcompile.extensions.certified.kernels.finish import certify
 
         rules, (_, K, Q) = self.rules, self.shape
@@ -406,7 +408,7 @@ class DeviceStep:
         )
 
     def rounding(self) -> dict[str, float | int]:
-        """Constants of the result: how it is rounded, how wide it is, partial results that are read at once."""
+        """Return the constants of the result: its rounding, its width, and the partial results to load at a time."""
         width, dtype = self.value_dim, self.q.dtype
         return dict(
             OUT_UNIT=head_bounds.OUTPUT_UNIT[dtype], OUT_TINY=head_bounds.OUTPUT_TINY[dtype] * math.sqrt(width), DV=width,
@@ -414,7 +416,7 @@ class DeviceStep:
         )
 
     def weighted_values(self, asked: torch.Tensor, staged: Staged | None) -> torch.Tensor:
-        """sum exp(logit - top) v in parts [parts, B, K, Q, Dv]; original values of the blocks that are asked for."""
+        """Return sum exp(logit - top) v in parts [parts, B, K, Q, Dv]; from originals for the blocks ``asked`` for."""
         from kvcompile.extensions.certified.kernels import weighted_values as kernels
 
         B, K, Q = self.shape
@@ -436,7 +438,7 @@ class DeviceStep:
         return parts
 
     def dense_values(self) -> torch.Tensor:
-        """Sum the values of rows that fall back, by originals alone."""
+        """Return the parts of the values' sums of rows that fall back, from originals alone."""
         from kvcompile.extensions.certified.kernels.dense_fallback import dense_values
 
         originals, new_v, programs = self.originals[1], self.new_v, self.value_programs
@@ -449,5 +451,5 @@ class DeviceStep:
         return parts
 
     def value_sizes(self) -> dict[str, int]:
-        """Constants of what reads values."""
+        """Return the constants of kernels that read values."""
         return dict(self.sizes, S2=1 << (self.sizes["S"] - 1).bit_length(), DV=self.value_dim, PAGE=self.page)

@@ -1,4 +1,4 @@
-"""Inductor's lowering of ``kvcompile::certified_site``: its kernels as one node on CUDA, else the operation as it is."""
+"""Inductor's lowering of ``kvcompile::certified_site``: its kernels as one node on CUDA, else a call of the operation's eager body."""
 
 from __future__ import annotations
 
@@ -22,16 +22,19 @@ WRITTEN = ("telemetry", "places", "scratch", "value_places", "value_scratch")
 
 
 def lower_certified_site(*args: Any, **kwargs: Any) -> Any:
-    """The result of a site as a box; operands as ``site_op`` has them. Logs why CUDA is left with the definition."""
+    """Lower a call of ``certified_site`` with the same operands; returns its result as an Inductor box.
+
+    Logs the reason if a call on CUDA runs the eager body.
+    """
     given = named(certified_site, args, kwargs)
     if given["q"].get_device().type == "cuda":
         given = {**given, "q": channels_together(given["q"]), "exact_newest": [channels_together(x) for x in given["exact_newest"]]}
-        # Of a mask it only matters that there is one.
+        # ``site_gap`` checks only whether there is a mask, so masks need no fake tensor.
         planes = ("q", "keys", "values", "exact_newest")
         fakes = {name: tree_map(lambda box: stand_in(realize(box)), given[name], is_leaf=is_box) for name in planes}
         gap = site_gap(SiteOperands.of((), {**given, **fakes}))
         if gap is None:
-            # The kernels know no masks.
+            # The kernels support no masks.
             operands = {name: operand for name, operand in given.items() if name not in {"keep", "bias"}}
             written = [given[name] for name in WRITTEN if given.get(name) is not None]
             return lower_launches(_launches, [operands], written)[0]

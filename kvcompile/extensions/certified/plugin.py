@@ -1,4 +1,4 @@
-"""The attention plugin of the scheme certified: its operation, the lowering of that, and its append of one token."""
+"""The attention plugin of the scheme certified: its operation, that operation's lowering, and its append of one token."""
 
 from __future__ import annotations
 

@@ -1,13 +1,12 @@
-"""Which blocks use their originals: data on the device, chosen without a branch and without the host.
+"""Promotion: the choice of blocks that are read in full precision, made on the device without a branch and without the host.
 
-The common piece is a budget over an order: blocks in descending order of mass (or of what they may add), and every one is
-promoted as long as it and what comes behind it are together more than the budget. What stays is then the longest
-tail of that order that keeps it.
+All choices share one method, a budget over an order: blocks in descending order of mass (or of their term in a bound), each promoted as
+long as it and all after it sum to more than the budget. The unpromoted blocks are the longest tail of that order within the budget.
 
-Codes alone say what share of the mass a block has at most: exp(Delta_b) of its estimate, of a total that every other block has
-lowered by as much. Rung 1 makes ``tau_cov`` hold of these shares (the source inflates its estimates by exp(3 Delta) and doubles ``k_max``
-for it), but only where ``k_max`` times two to the ``widen`` is enough: a head that spreads its mass over more gains nothing from some
-further blocks. The local rule for values takes them too, so that a value not promoted adds at most ``v_tol`` whatever exact masses are.
+Codes alone bound a block's share of the mass: exp(Delta_b) times its estimate, of a total in which every other block is lowered by its own
+Delta. Rung 1 makes ``tau_cov`` hold of these shares (the source inflates its estimates by exp(3 Delta) and doubles ``k_max`` instead), but
+only if ``k_max`` times two to the ``widen`` blocks are enough: a head whose mass is spread over more gains nothing from some further
+blocks. The local rule for values uses these shares too, so that an unpromoted value adds at most ``v_tol`` for any exact masses.
 """
 
 from __future__ import annotations
@@ -29,41 +28,43 @@ _least_term = aten(bounds.LEAST_TERM)
 _most_term = aten(bounds.MOST_TERM)
 
 ALL = 2.0**-40
-"""By how much sums of shares may be off."""
+"""Tolerance of sums of shares."""
 
 LARGEST_DELTA = 80.0
-"""A deviation of a logit above which it bounds no share: exp of it is close to float32's largest number."""
+"""The deviation of a logit above which it bounds no share: its exp is close to float32's largest number."""
 
 LEADING_BLOCKS, BEHIND = 4, -1e300
-"""Up to so many leading blocks are found one by one; where those without mass stand, before the ones that are found already."""
+"""Up to this many leading blocks are found one by one; the amount of blocks without mass in that search, above that of blocks already
+found."""
 
 
 class BlockRanking(NamedTuple):
-    """Blocks in descending order of something: who stands at each place, and at which place each stands."""
+    """A stable descending argsort of blocks, and its inverse."""
 
     block: torch.Tensor
     place: torch.Tensor
 
     def behind(self, amounts: torch.Tensor) -> torch.Tensor:
-        """At each place, the sum of the amounts from there on."""
+        """Return the sum of the amounts from each rank on."""
         return amounts.gather(-1, self.block).flip(-1).cumsum(-1).flip(-1)
 
 
 def descending(amounts: torch.Tensor) -> BlockRanking:
-    """Equal ones in the order of their blocks."""
+    """Return the ranking of blocks by descending amount; equal blocks keep their order."""
     block = torch.sort(amounts, dim=-1, descending=True, stable=True).indices
     return BlockRanking(block, torch.argsort(block, dim=-1, stable=True))
 
 
 def above(order: BlockRanking, amounts: torch.Tensor, budget: torch.Tensor | float) -> torch.Tensor:
-    """How many blocks must leave the tail so that the rest adds up to at most ``budget``, [..., 1]."""
-    # ~(x <= y), so that what is NaN is promoted.
+    """Return the number of leading blocks to promote so that the rest sums to at most ``budget``, [..., 1]."""
+    # ~(x <= y), so that NaN is promoted.
     return (~(order.behind(amounts) <= budget)).sum(-1, keepdim=True)
 
 
 class Promoted(NamedTuple):
-    """Flags of blocks of codes, bool [B, K, Q, N]: whose keys come from the originals, which are explored, whose values the local rule
-    promotes; whether rung 1 added any [B, K, Q]; the tail's mass.
+    """Flags of encoded blocks, bool [B, K, Q, N]: keys promoted, explored, values promoted by the local rule; and two results per row.
+
+    ``widened`` [B, K, Q]: whether rung 1 added blocks; ``tail``: the estimated mass of the blocks that are not read.
     """
 
     keys: torch.Tensor
@@ -74,14 +75,14 @@ class Promoted(NamedTuple):
 
     @property
     def read(self) -> torch.Tensor:
-        """All blocks whose original keys are used."""
+        """Flags of all blocks whose full-precision keys are used."""
         return self.keys | self.explored
 
 
 class Estimates(NamedTuple):
-    """Amounts that blocks are promoted for, float64 [B, K, Q, N], from int8 scores alone.
+    """Amounts by which blocks are promoted, float64 [B, K, Q, N], from int8 scores alone.
 
-    ``share``: of the mass, as estimated; ``most``: the largest that the exact share can be; ``terms``: what is added to the key bound.
+    ``share``: the estimated share of the mass; ``most``: an upper bound on the exact share; ``terms``: the block's term in the key bound.
     """
 
     share: torch.Tensor
@@ -93,18 +94,18 @@ def promote_keys(
     coded: Masses, delta: Deviations, live: torch.Tensor, codes: torch.Tensor, notes: tuple[torch.Tensor, torch.Tensor],
     sinks: torch.Tensor | None, clock: torch.Tensor, policy: Certify, groups: int,
 ) -> Promoted:
-    """From int8 scores alone. ``codes``: visible blocks of codes; ``sinks``: a logit [B, K, Q] that takes mass.
+    """Choose the blocks to promote from int8 scores alone. ``codes``: visible encoded blocks; ``sinks``: a logit [B, K, Q] that takes mass.
 
-    Blocks are promoted until the tail holds at most 1 - tau_cov of the estimated mass, at least k_min and at most k_max. Up to
-    k_max * 2^widen are then until it holds no more of the exact mass either, where that many are enough; and until
-    the key bound fits its budget whatever the promoted blocks' exact masses are: theorem 2 with the least total over every block's
-    deviation. So one widening does what doubling until it fits does, with no more blocks. ``notes``: nu and eta
-    [B, K, 1 or Q, N]; ``groups``: query heads of a kv head, which share one selection with ``select="group"``.
+    Blocks are promoted until the tail holds at most 1 - tau_cov of the estimated mass, at least k_min and at most k_max. Rung 1 promotes
+    further ones, up to k_max * 2^widen, until the tail holds no more of the exact mass either, if that many are enough; and until the key
+    bound fits its budget for any exact masses of the promoted blocks: theorem 2 with the least total over every block's deviation. So one
+    widening has the effect of doubling until it fits, with no more blocks. ``notes``: nu and eta [B, K, 1 or Q, N]; ``groups``: query heads
+    of a kv head, which share one selection with ``select="group"``.
     """
     nu, eta = notes
     share, most_share, terms = estimates(coded, delta, live, codes, nu, sinks)
     held = torch.where(codes, share, 0)
-    # Blocks that are no candidates stand behind all that are.
+    # Blocks that are no candidates come after all that are.
     order, tail = descending(torch.where(codes, share, -1)), 1 - policy.tau_cov + ALL
     # The shares of all blocks may add up to a little more than one.
     covered = above(order, held, tail) if policy.tau_cov < 1 else codes.sum(-1, keepdim=True)
@@ -125,7 +126,7 @@ def promote_keys(
 def estimates(
     coded: Masses, delta: Deviations, live: torch.Tensor, codes: torch.Tensor, nu: torch.Tensor, sinks: torch.Tensor | None
 ) -> Estimates:
-    """From each block's mass by codes and how far its logits may be off; zero where there are no codes, but for shares."""
+    """Return the amounts of blocks, from their masses by codes and their deviations; zero for blocks without codes, except ``share``."""
     peak = coded.peak.amax(-1)
     peak = peak if sinks is None else torch.maximum(peak, sinks)
     top = torch.where(torch.isneginf(peak), 0, peak)
@@ -141,9 +142,9 @@ def estimates(
 
 
 def leading(amounts: torch.Tensor, count: int) -> torch.Tensor:
-    """The blocks of the ``count`` largest amounts, [..., count]; equal ones in the order of their blocks, what is no number first.
+    """Return the indices of the ``count`` largest amounts, [..., count]; equal ones in the order of their blocks, NaN first.
 
-    A few passes over the blocks where few are asked for, in place of a sort.
+    Small counts take a few passes over the blocks instead of a sort.
     """
     count = min(count, amounts.shape[-1])
     if count > LEADING_BLOCKS:
@@ -159,10 +160,10 @@ def leading(amounts: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def promote_further_values(terms: torch.Tensor, promoted: torch.Tensor, policy: Certify) -> torch.Tensor:
-    """Blocks whose values come from the originals: those that the local rule ``promoted``, and others for the value budget.
+    """Return the flags of blocks whose values are promoted: those ``promoted`` by the local rule, and others to meet the value budget.
 
-    ``terms``: each block's share of the value bound [B, K, Q, N], by the masses after keys were promoted. The largest of what is left
-    are promoted until the rest fits, so the budget holds for the bound that is reported, where the source promotes by an estimate.
+    ``terms``: each block's term of the value bound [B, K, Q, N], by the masses after keys were promoted. The largest remaining ones are
+    promoted until the rest fits, so the budget holds for the reported bound; the source promotes by an estimate.
     """
     rest = torch.where(promoted, 0, terms)
     order = descending(rest)
@@ -170,7 +171,7 @@ def promote_further_values(terms: torch.Tensor, promoted: torch.Tensor, policy: 
 
 
 def chance(clock: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A number in [0, 1) for each block of each head at this step, float64: a hash of where it stands and of ``clock`` int64 [1]."""
+    """Return a number in [0, 1) for each block of each head at this step, float64: a hash of its index and of ``clock`` int64 [1]."""
     bits = 0xFFFFFFFF
     x = clock.reshape([1] * like.dim()) * 0x27D4EB2F
     for axis, size in enumerate(like.shape):

@@ -1,4 +1,4 @@
-"""``kvcompile::certified_ranks``: the check of more than one leading block, which no kernel knows, as a step between kernels."""
+"""``kvcompile::certified_ranks``: the rank check for more than one leading block, which no kernel supports, as a step between kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ def certified_ranks_body(
     causes: torch.Tensor, at: torch.Tensor, coded_peak: torch.Tensor, coded_weight: torch.Tensor, exact_peak: torch.Tensor,
     exact_weight: torch.Tensor, read: torch.Tensor, delta: torch.Tensor, own: torch.Tensor, group: int, rank: int, agree: bool,
 ) -> None:
-    """Write what ``rank_fails`` finds into ``causes`` [B, K, Q], from the masses by codes and by the originals of blocks that were read."""
+    """Write the causes found by ``rank_fails`` into ``causes`` [B, K, Q].
+
+    Inputs are the masses of all blocks from codes, and from full-precision keys for the blocks flagged in ``read``.
+    """
     coded, exact, S = Masses(coded_peak, coded_weight), Masses(exact_peak, exact_weight), at.shape[1] // 2
     first = torch.arange(read.shape[3], device=read.device) * BLOCK
     last, least, window = (x[:, None, None, None] for x in at.split([S, S, 1], 1))

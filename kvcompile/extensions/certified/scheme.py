@@ -1,27 +1,28 @@
-"""certified: int8 keys and int4 values whose error is known at run time ("Runtime-Certified Bounded-Error Quantized Attention", 2.3).
+"""certified: int8 keys and int4 values whose error is bounded at run time ("Runtime-Certified Bounded-Error Quantized Attention", 2.3).
 
 Keys: eight bits per channel of a block of 16 tokens, affine, step = (max - min) / 255, zero = min + 128 step, float32.
-Steps have 16 significant bits, rounded up, so that code * step is exact: the notes then hold for every decoder, whether it adds the
-zero point by a fused instruction or not.
-Values: four bits per token in groups of 16 channels, with float16 scale and zero point, as ``kivi`` makes them.
-Each block has two notes: keys kappa = max_t |k - decoded|_2 and mu = max_t |k|_2, values eta = max_t |v - decoded|_2 and
-nu = max_t |v|_2, of the ORIGINALS and of what decodes in float32, rounded up. The newest 16 tokens stay in full precision,
-which always covers the block that is not whole yet. The originals (tier 2) are the last plane that grows.
+Steps have 16 significant bits, rounded up, so that code * step is exact: the notes then hold for every decoder, whether or not it adds the
+zero point by a fused instruction.
+Values: four bits per token in groups of 16 channels, with float16 scale and zero point, encoded as by ``kivi``.
+Each block has notes: of keys kappa = max_t |k - decoded|_2 and mu = max_t |k|_2, of values eta = max_t |v - decoded|_2 and
+nu = max_t |v|_2, over originals and float32 decoded tokens, rounded up. The newest 16 tokens stay in full precision, so the incomplete
+block is always among them. The originals (tier 2: every token in full precision) are the last plane that grows.
 
-What differs from the source, and why:
+Differences from the source, and their reasons:
 
 * kappa and mu: the source has neither. With kappa Cauchy-Schwarz gives a smaller bound on a logit's error for most
-  queries (bounds.py, theorem 1); mu bounds the rounding of the dot products. 1 byte a token and head for all notes.
-* The value's zero point is rounded down and its scale up, so that rounding them never clips.
-* Tier 2 lies beside the codes, or with ``tier2=host`` in pinned host memory, which the same kernels read and write where it is.
-* With ``tier2=host`` the blocks that were promoted lately are kept in device memory too, ``scratch`` of keys and ``value_scratch`` of
+  queries (bounds.py, theorem 1); mu bounds the rounding of the dot products. All notes take 1 byte per token and head.
+* The value's zero point is rounded down and its scale up, so that rounding never clips.
+* Tier 2 is in device memory, or with ``tier2=host`` in pinned host memory, which the same kernels read and write in place.
+* With ``tier2=host`` recently promoted blocks are also cached in device memory, ``scratch`` of keys and ``value_scratch`` of
   values for each kv head of a row: the plane ``scratch``, which attention writes, has that many slots, in sets of 16. Block n belongs
-  to set n modulo their number. The plane ``places`` says which slot of its set a block is in, one above its number, and when it was
-  last asked for. Zero, nowhere, is part of what a block encodes to: whoever writes a block's originals takes it out of the scratch by
-  that, and nothing else need know of it.
-* ``values=full`` keeps values as the model made them, on the device, and no codes of them: the source's int8 keys with full-precision
-  values. It calls that 75% of dense; with the keys' steps and zero points it is 87.7%, 449 of 512 bytes a token and head at D = 128.
-* A quotient is rounded like any float32 number and clipping by that is part of the announced radius; the source assumes none.
+  to set n modulo the number of sets. The plane ``places`` holds each block's slot in its set plus one, and the step of its last use.
+  Zero means not cached, and is part of a block's encoding: an append that writes a block's originals also writes the zero, so nothing else
+  needs to invalidate the scratch.
+* ``values=full`` keeps values in full precision on the device, without codes: the source's int8 keys with full-precision
+  values. The source counts that as 75% of dense; with the keys' steps and zero points it is 87.7%, 449 of 512 bytes per token and head at
+  D = 128.
+* The radius includes the rounding of the quotient to float32 and the clipping that it causes; the source assumes none.
 """
 
 from __future__ import annotations
@@ -46,30 +47,31 @@ BLOCK = 16
 
 
 ORIGINALS = "originals"
-"""The name of the plane that holds every token as the model made it: tier 2."""
+"""The name of the plane that holds every token in full precision: tier 2."""
 
 SET = 16
-"""Slots of the scratch that a block may be in."""
+"""Slots of a set of the scratch: a block may be in any slot of its set."""
 
 SCRATCH = "scratch"
-"""The name of the plane that holds copies of originals on the device."""
+"""The name of the plane that caches blocks of originals on the device."""
 
 PLACES = "places"
-"""The name of the plane that says where in it a block is: int32, the slot in its set plus one, zero for nowhere; a step's number."""
+"""The name of the plane of blocks' slots in the scratch, int32: the slot in the set plus one, zero if not cached; the step of the last use.
+"""
 
 MOST_SCRATCH = 2**20
-"""Blocks of a scratch at most: 16M tokens."""
+"""Largest number of blocks in a scratch: 16M tokens."""
 
 
 class Tier2(enum.Enum):
-    """Where the originals are: beside the codes, or in pinned host memory (elsewhere than on CUDA that is the same)."""
+    """The memory of the originals: the device's, or pinned host memory (without CUDA the two are the same)."""
 
     DEVICE = "device"
     HOST = "host"
 
 
 class ValueStorage(enum.Enum):
-    """How values are stored: as four-bit codes, or as the model made them."""
+    """The storage of values: four-bit codes, or full precision."""
 
     INT4 = "int4"
     FULL = "full"
@@ -85,7 +87,7 @@ def _as_integer(words: torch.Tensor, part: int) -> torch.Tensor:
 
 
 def largest_norm(x_BKSD: torch.Tensor) -> torch.Tensor:
-    """max_t |x_t|_2 of each block, float32 [B, K, S / 16], never below the exact one; NaN and Inf become NaN."""
+    """Return max_t |x_t|_2 of each block, float32 [B, K, S / 16], rounded up; NaN and Inf become NaN."""
     norms = torch.linalg.vector_norm(x_BKSD.to(torch.float64), dim=-1).unflatten(-1, (-1, BLOCK)).amax(-1)
     # The margin also covers a float64 norm that is summed in another order when it is checked.
     above = (norms * (1 + 2.0**-22) + 2.0**-149).to(torch.float32)
@@ -93,13 +95,13 @@ def largest_norm(x_BKSD: torch.Tensor) -> torch.Tensor:
 
 
 def _sixteen_bits(x: torch.Tensor) -> torch.Tensor:
-    """The least float32 number of 16 significant bits that is not below a nonnegative x; what is not finite stays so."""
+    """Return the least float32 number of 16 significant bits that is not below a nonnegative x; NaN and Inf stay so."""
     return ((x.view(torch.int32) + 0xFF) & ~0xFF).view(torch.float32)
 
 
 @dataclasses.dataclass(frozen=True)
 class Certified(Scheme):
-    """Codes with the norms that certificates need; the originals stay in tier 2."""
+    """The scheme certified: int8 keys and int4 values with the norms that certificates need, and all tokens in full precision in tier 2."""
 
     group: int = 16
     certify: str = DEFAULTS
@@ -159,14 +161,14 @@ class Certified(Scheme):
 
     @property
     def value_scheme(self) -> Kivi:
-        """Return the scheme that encodes values, where they are codes."""
+        """The scheme that encodes values as four-bit codes."""
         return Kivi(bits=4, group=self.group, window=max(self.group, BLOCK), axis=Axis.TOKEN)
 
     def _is_keys(self, slot: SlotSpec) -> bool:
         return self.for_role(slot.role).half is KeyOrValue.KEY
 
     def coded(self, slot: SlotSpec) -> bool:
-        """Whether a slot's tokens are stored as codes, beside the originals."""
+        """Return whether a slot's tokens are stored as codes, besides their originals."""
         return self._is_keys(slot) or self.values is ValueStorage.INT4
 
     def check_pair(self, keys: Scheme, values: Scheme, latent: bool, path: str) -> None:
@@ -203,7 +205,7 @@ class Certified(Scheme):
         return Layout((*Layout((*grown, places)).windowed(slot, self.window).planes, *telemetry, scratch))
 
     def slots(self, slot: SlotSpec) -> int:
-        """Return the number of scratch slots for each kv head of a row, whole sets."""
+        """Return the number of scratch slots for each kv head of a row, a multiple of a set; 0 without a scratch."""
         if self.tier2 is not Tier2.HOST or not self.coded(slot):
             return 0
         return self.scratch if self._is_keys(slot) else self.value_scratch
@@ -223,7 +225,7 @@ class Certified(Scheme):
         role = Role.KEY if self.half is KeyOrValue.KEY else Role.VALUE
         slot = SlotSpec(x.shape[1], x.shape[3], x.dtype, role)
         if not self.coded(slot):
-            # Zero, or no number where a value is none.
+            # A residual of zero, or NaN if a value is not finite.
             return x_BKSD, torch.stack([largest_norm(x - x), largest_norm(x)], dim=-1)
         coded = self._encode_keys(x) if role is Role.KEY else self.value_scheme.encode(x)
         decoded = self.decode(coded, slot)
@@ -239,11 +241,11 @@ class Certified(Scheme):
         low, high = grouped.amin(3), grouped.amax(3)
         step = _sixteen_bits((high - low) / 255)
         zero = low + 128 * step
-        # What is not finite spoils the whole channel of the block: its scale is NaN.
+        # NaN or Inf makes the scale of the whole channel of the block NaN.
         step = torch.where(torch.isfinite(zero) & torch.isfinite(high - low), step, float("nan"))
         apart = grouped - zero.unsqueeze(3)
         codes = torch.round(apart / torch.where(step == 0, 1, step).unsqueeze(3))
-        # A channel of zero range has the codes zero, and its zero point is its value.
+        # A channel of zero range has codes of zero, and its zero point is its value.
         codes = torch.where((step == 0).unsqueeze(3), 0, codes).clamp(-128, 127).nan_to_num()
         return codes.to(torch.int8).flatten(2, 3), step, zero
 

@@ -1,10 +1,10 @@
-"""``kvcompile::certified_site``: certified attention as it stands in a compiled graph, with its telemetry.
+"""``kvcompile::certified_site``: certified attention with its telemetry, as one operation of a compiled graph.
 
-The operands of ``attend``, all planes that grow (codes, scales, zeros, notes, originals; of values that are no codes originals and notes),
-the newest tokens, and the telemetry plane, which every step adds to; where originals are in host memory, of keys and of values the scratch
-and where blocks are in it. The policy is the keys' scheme's.
+Its operands are those of ``attend``; all planes that grow (codes, scales, zeros, notes, originals; for values that are not encoded
+originals and notes); the newest tokens; and the telemetry plane, which every step adds to. If originals are in host memory, keys and values
+each also have the scratch and the plane of blocks' slots in it. The policy is that of the keys' scheme.
 
-On CUDA it is made of kernels (``device_step``), elsewhere, and for what the kernels do not know, it is the definition. In a compiled
+On CUDA it runs kernels (``device_step``); elsewhere, and for calls that the kernels do not support, the definition. In a compiled
 graph it stays one operation until Inductor lowers it (``lower``).
 """
 
@@ -39,7 +39,7 @@ LIBRARY.define(
 
 @dataclass(frozen=True)
 class SiteOperands(Generic[T]):
-    """Operands of ``certified_site``: those of ``attend``, the telemetry, and the scratch where the originals are in host memory."""
+    """Operands of ``certified_site``: those of ``attend``, the telemetry, and the scratches if originals are in host memory."""
 
     attend: AttendOperands[T]
     telemetry: T
@@ -48,38 +48,38 @@ class SiteOperands(Generic[T]):
 
     @staticmethod
     def of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> SiteOperands:
-        """The record of a call of the operation."""
+        """Return the record of a call of the operation."""
         given = named(certified_site, args, kwargs)
         held = ((given.get(f"{prefix}places"), given.get(f"{prefix}scratch")) for prefix in ("", "value_"))
         return SiteOperands(attend_operands(given), given["telemetry"], *(None if pair[1] is None else pair for pair in held))
 
     @property
     def scheme(self) -> Certified:
-        """The scheme of the site, whose keys say the policy of both halves."""
+        """The scheme of the site; the keys' scheme holds the policy of both keys and values."""
         scheme = schemes.parse(self.attend.key_scheme)
         assert isinstance(scheme, Certified)
         return dataclasses.replace(scheme, half=KeyOrValue.AUTO)
 
     @property
     def codes(self) -> AttendOperands[T]:
-        """Return the operands with the planes of codes alone: codes, scales, zero points, notes; of whole values originals and notes."""
+        """The operands with encoded planes only: codes, scales, zero points, notes; for values that are not encoded originals and notes."""
         values = self.attend.values
         return dataclasses.replace(self.attend, keys=self.attend.keys[:4], values=values[:4] if len(values) > 2 else values)
 
     @property
     def originals(self) -> list[T]:
-        """Return the planes of tier 2, keys and values."""
+        """The planes of tier 2, of keys and of values."""
         values = self.attend.values
         return [self.attend.keys[4], values[4] if len(values) > 2 else values[0]]
 
 
 def site_gap(operands: SiteOperands[torch.Tensor]) -> str | None:
-    """Why the kernels do not know a site, None where they do; for real tensors and fake ones."""
+    """Return the reason why the kernels do not support a site, None if they do; for real tensors and fake ones."""
     return kernel_gap(operands.codes, operands.scheme)
 
 
 def site_by_kernels(launcher: Launcher, operands: SiteOperands[torch.Tensor]) -> torch.Tensor:
-    """The result of a site without a gap; its kernels are started by ``launcher``."""
+    """Return the result of a site for which ``site_gap`` is None; ``launcher`` starts its kernels."""
     both, telemetry = operands.scheme, operands.telemetry
     # The first accumulator of the first kv head counts steps.
     return certified_by_kernels(
@@ -89,7 +89,7 @@ def site_by_kernels(launcher: Launcher, operands: SiteOperands[torch.Tensor]) ->
 
 
 def certified_site_body(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """Attend at the step that the telemetry counts, which is added to. The definition leaves the scratch alone."""
+    """Return attention's result for the step that the telemetry counts, and add the step to it. The definition does not use the scratch."""
     operands: SiteOperands[torch.Tensor] = SiteOperands.of(args, kwargs)
     if operands.attend.q.device.type == "cuda" and site_gap(operands) is None:
         return site_by_kernels(Direct(cuda=True), operands)
@@ -101,7 +101,7 @@ def certified_site_body(*args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def _certified_site_meta(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """Shape of the result."""
+    """Return an empty tensor of the result's shape."""
     operands = SiteOperands.of(args, kwargs).attend
     return operands.q.new_empty(*operands.q.shape[:3], operands.value_dim)
 

@@ -1,6 +1,6 @@
-"""Sums over the blocks of one row that its certificate is made of; values promoted to keep a budget. See ``certified``.
+"""Sums over the blocks of one row for its certificate; promotion of values to keep a budget. See ``certified``.
 
-Everything here is float64 and evaluates the printed bounds; what they need per head is put together in ``finish``.
+Everything here is float64 and evaluates the printed bounds; ``finish`` combines the sums per head.
 """
 
 # mypy: disable-error-code="no-untyped-def,assignment"
@@ -32,21 +32,23 @@ ADDED = ("mass", "total", "least", "shift", "key", "blocks", "keys")
 LARGEST = ("delta", "vmax", "delta_codes", "by_codes", "by_exact", "upper")
 PLACES = ("first_by_codes", "first_by_exact")
 COLUMNS = (*ADDED, *LARGEST, *PLACES)
-"""Columns of ``bound_sums``, of a row's blocks, before a sink; ``key``: the key bound's terms around a center of zero; the last ones but
-``delta_codes`` are theorem 7's: the largest log-masses of blocks with exact keys and where they stand, what a tail block may have."""
+"""Columns of ``bound_sums``, over a row's blocks, without a sink. ``key``: the key bound's terms around a center of zero.
+Of theorem 7: the largest log-masses of blocks with exact keys (``by_codes``, ``by_exact``), the first blocks that have them, and
+``upper``, the largest log-mass that a tail block may have."""
 
 HALF_STEP, TENSOR_STEP = tl.constexpr(bounds.HALF_STEP), tl.constexpr(bounds.TENSOR_STEP)
 LOST = tl.constexpr(2.0**-44)
-"""Above what the weights of a block's 16 tokens lose where their second number is subnormal: 2^-50 each (``weighted_values``)."""
+"""An upper bound on the loss of the weights of a block's 16 tokens if their second number is subnormal, 2^-50 each (``weighted_values``).
+"""
 
 VALUE_COLUMNS = ("value", "own_values", "all_values", "values", "largest")
-"""Columns of what values add: the value bound's sum, those of the accumulation (the second is to be multiplied by the ``largest`` of
-nu + eta), how many blocks' values are promoted."""
+"""Columns of the values' terms: the value bound's sum; two sums of the accumulation, the second to be multiplied by ``largest``;
+the number of blocks whose values are promoted; the largest nu + eta."""
 
 
 @triton.jit
 def sees(n, AT, r, blocks, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr):
-    """Which blocks a row sees, and which of them are codes."""
+    """Return whether a row sees each block, and whether it sees it as codes."""
     at = AT + r // (G * S * K) * (2 * S + 1)
     live = (n < blocks) & (n * 16 <= tl.load(at + r % S)) & (n * 16 + 16 > tl.load(at + S + r % S))
     return live, live & (n * 16 < tl.load(at + 2 * S))
@@ -54,7 +56,7 @@ def sees(n, AT, r, blocks, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr):
 
 @triton.jit
 def masses(PEAK, WEIGHT, EXACT_PEAK, EXACT_WEIGHT, at, live, exact):
-    """A block's sums as they count: from the originals where ``exact``."""
+    """Load the masses of blocks: by codes, and those in use, from originals where ``exact``."""
     peak = tl.load(PEAK + at, mask=live, other=0.0)
     weight = tl.load(WEIGHT + at, mask=live, other=0.0)
     own_peak = tl.where(exact, tl.load(EXACT_PEAK + at, mask=exact, other=0.0), peak)
@@ -64,22 +66,23 @@ def masses(PEAK, WEIGHT, EXACT_PEAK, EXACT_WEIGHT, at, live, exact):
 
 @triton.jit
 def norm_of(SIZE, NOTE, coded, live):
-    """A norm of originals: measured, of codes, or as noted."""
+    """Load a norm of originals: measured for encoded blocks, else the note."""
     measured = tl.load(SIZE, mask=coded, other=0.0)
     return tl.where(coded, measured, tl.load(NOTE, mask=live & (coded == 0), other=0.0)).to(tl.float64)
 
 
 @triton.jit
 def chain_of(share, CHAIN: tl.constexpr):
-    """Roundings between an original value and the output: a program adds its ``share`` of blocks and the window one after the other."""
-    # A share of one is a constant to the compiler, which has no ``to``.
+    """Return the number of roundings between an original value and the output; a program adds ``share`` blocks and the window in turn."""
+    # A share of one is a compile-time constant, which has no ``to``.
     return tl.zeros([], tl.float64) + CHAIN + share + 4
 
 
 @triton.jit
 def coded_chain_of(share, CHAIN: tl.constexpr, T: tl.constexpr, CODES: tl.constexpr):
-    """Return the length of a rounding chain over what ``weighted_values`` reads: T tokens are one chain of tensor cores, a split adds those
-    of its ``share``; values that are codes (CODES) are rounded to float16 before.
+    """Return the number of roundings between a value that ``weighted_values`` reads and the output.
+
+    T tokens are one chain of tensor cores, and a split adds those of its ``share``; encoded values (CODES) are rounded to float16 before.
     """
     HALF: tl.constexpr = HALF_STEP if CODES else 0
     return chain_of(share, CHAIN) + (HALF + TENSOR_STEP * (T // 16))
@@ -87,9 +90,9 @@ def coded_chain_of(share, CHAIN: tl.constexpr, T: tl.constexpr, CODES: tl.conste
 
 @triton.jit
 def value_terms_of(coded, used, explored, gap, weight, nu, eta, chain, coded_chain, FLOOR: tl.constexpr):
-    """Compute what blocks add to the columns of VALUE_COLUMNS. ``used``: whose values are originals, some since they are ``explored``.
+    """Return the blocks' terms in the columns of VALUE_COLUMNS. ``used``: values read from originals; ``explored``: only to be checked.
 
-    FLOOR: what is added to a value's norm where ``weighted_values`` reads it, for what its decoding loses.
+    FLOOR: added to the norm of a value that ``weighted_values`` reads, for the error of its decoding.
     """
     eta = tl.where(used | explored, 0.0, eta)
     by_codes = coded & (used == 0) & (explored == 0)
@@ -102,7 +105,7 @@ def value_terms_of(coded, used, explored, gap, weight, nu, eta, chain, coded_cha
 
 @triton.jit
 def store_values(OUT, value_sum, own_values, all_values, count, largest):
-    """The columns of VALUE_COLUMNS."""
+    """Store the columns of VALUE_COLUMNS, summed over blocks."""
     tl.store(OUT, tl.sum(value_sum, 0))
     tl.store(OUT + 1, tl.sum(own_values, 0))
     tl.store(OUT + 2, tl.sum(all_values, 0))
@@ -112,7 +115,7 @@ def store_values(OUT, value_sum, own_values, all_values, count, largest):
 
 @triton.jit
 def flags_of(VALUES, EXPLORED, at, coded, EXPLORE: tl.constexpr):
-    """Blocks of codes whose values are flagged, and which of them only since they are explored."""
+    """Load the flags of encoded blocks whose values are used from originals, and of those that are explored."""
     used = coded & (tl.load(VALUES + at, mask=coded, other=0) != 0)
     explored = coded & (coded == 0)
     if EXPLORE:
@@ -128,11 +131,12 @@ def bound_sums(
     SCALE: tl.constexpr, D: tl.constexpr, EXPLORE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, CHUNK: tl.constexpr,
     WIDTH: tl.constexpr, OUT_WIDTH: tl.constexpr, ALL: tl.constexpr, SPEND: tl.constexpr,
 ):
-    """CHUNK blocks of one row, [rows, chunks, WIDTH], and what they add to VALUE_COLUMNS, [rows, chunks, OUT_WIDTH].
+    """Write the sums of CHUNK blocks of one row, [rows, chunks, WIDTH], and their terms of VALUE_COLUMNS, [rows, chunks, OUT_WIDTH].
 
-    READ [rows, N]: blocks whose keys' sums are those of EXACT; VALUES: whose values are originals, EXPLORED among both. SPEND: what
-    values add is left to ``spend_value_budget``. ALL, READ [rows]: every block of codes from its originals, by their own norms, where
-    a row is flagged, and nothing for the others.
+    READ [rows, N]: blocks whose keys' masses are those of EXACT; VALUES: blocks whose values are from originals; EXPLORED: subset of both.
+    SPEND: ``spend_value_budget`` writes the values' terms instead. ALL: READ is [rows]; for flagged rows every encoded block counts from
+    its
+    originals, by their own norms, and other rows are skipped.
     """
     r = tl.program_id(1)
     blocks = in_fours(blocks)
@@ -208,9 +212,10 @@ def spend_value_budget(
     CHAIN: tl.constexpr, T: tl.constexpr, FLOOR: tl.constexpr, CODES: tl.constexpr, BUDGET: tl.constexpr, EXPLORE: tl.constexpr,
     K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, OUT_WIDTH: tl.constexpr,
 ):
-    """All blocks of one row behind ``bound_sums``: VALUES, the largest blocks until the value bound is within BUDGET beside those of LOCAL.
+    """Choose the values of one row to promote, after ``bound_sums``: besides those of LOCAL, the largest until the value bound fits BUDGET.
 
-    OUT [rows, 1, OUT_WIDTH]: what values add then. Promotion by exact masses, in place of estimates, is what makes the budget hold.
+    VALUES: the chosen flags. OUT [rows, 1, OUT_WIDTH]: the values' terms then. Promotion by exact masses, instead of estimates, makes the
+    budget hold.
     """
     r = tl.program_id(0)
     blocks = in_fours(blocks)
@@ -235,9 +240,9 @@ def spend_value_budget(
         used, explored = flags_of(LOCAL, EXPLORED, row + n, coded, EXPLORE)
         eta = tl.where(used | explored, 0.0, tl.load(NOTES + (pair * blocks + n) * 4 + 2, mask=coded, other=0.0).to(tl.float64))
         term = value(total, value_term(eta, gap_of(peak, top, live), weight))
-        # Below zero: taken already. No candidate, so nobody adds it up.
+        # Below zero for promoted blocks: no candidates, so no sum includes them.
         tl.store(TERM + row + n, tl.where(used, -1.0, term), mask=n < blocks)
-        # What is less than the least float32 number must not look like what adds nothing.
+        # A term below the least float32 number must differ from a term of zero.
         order = tl.where((used == 0) & (term > 0), term + 2.0**-126, -1.0).to(tl.float32)
         tl.store(ORDER + row + n, order, mask=n < blocks)
         bits = order.to(tl.int32, bitcast=True)

@@ -1,4 +1,4 @@
-"""The bounds of blocks and heads as Triton functions, printed from ``schemes.bounds`` when this module is imported; float64 throughout."""
+"""The bounds of blocks and heads as Triton functions, printed from ``schemes.certificate.bounds`` at import; float64 throughout."""
 
 from __future__ import annotations
 

@@ -1,27 +1,27 @@
-"""The Triton kernels of certified attention; ``certified.device_step`` puts them together and says what each step needs.
+"""The Triton kernels of certified attention; ``certified.device_step`` launches them and lists the stages of a step.
 
-Codes are multiplied on tensor cores, whose rounding is part of the certificate: keys as they stand with two limbs of query times step
+Codes are multiplied on tensor cores, whose rounding is part of the certificate: keys' codes as stored with two limbs of query times step
 (``key_scores``), values decoded to float16 with two limbs of a weight (``weighted_values``). Originals are float32 multiply-adds.
 
-    key_scores       int8 keys once: every row's logits; of each block the largest, the sum of exp relative to it, the
-                     deviation; the notes, also of the window's blocks
-    stage_keys       original keys that are asked for from host memory into device memory, where they are not there yet
-    exact_scores     original keys of the blocks that a row asks for: their logits over the old ones, and the same sums;
-                     what the consistency check compares; ``dense_scores``: the same for all blocks of a row
-    weighted_values  int4 values once, with weights from the logits as they stand then; ``weighted_originals``: originals where
-                     flags ask for them; ``dense_values`` (``dense_fallback``): the originals of all blocks of a row
-    select_blocks    which blocks stand first in descending order of an amount until the rest fits a budget
-    bound_sums       what a certificate is made of, and which values are promoted
-    certify          (``finish``) a row's result and certificate, whether it falls; ``finalize``: what it returns then, telemetry
+    key_scores       reads int8 keys once: every row's logits; each block's largest logit, the sum of exp relative to it, and its
+                     deviation; the notes, also of blocks in the window
+    stage_blocks     copies requested originals from host memory into device memory, unless they are there already
+    exact_scores     reads original keys of a row's promoted blocks: overwrites their logits, and sums them again;
+                     runs the consistency check. ``dense_scores``: the same for all blocks of a row
+    weighted_values  reads int4 values once, with weights from the logits as they are by then; ``weighted_originals``: originals of
+                     flagged blocks; ``dense_values`` (``dense_fallback``): originals of all blocks of a row
+    select_blocks    promotes the first blocks in descending order of an amount, until the rest fits a budget
+    bound_sums       adds up the terms of a certificate; ``spend_value_budget`` promotes further values
+    certify          (``finish``) a row's result and certificate, and whether it falls back; ``finalize``: its result then, telemetry
 
-Logits stay in memory between ``key_scores`` and ``weighted_values``: 4 bytes a token and row, an eighth of tier 1 at four rows. In return
+Logits stay in memory between ``key_scores`` and ``weighted_values``: 4 bytes per token and row, an eighth of tier 1 at four rows. In return
 nothing is ever subtracted: a correction (exact minus coded) of promoted blocks would cancel, and its rounding would have to be certified as
-well. A logit is overwritten where its block is promoted, and the weights of all tokens are made from one maximum, so splits add up.
+well. A logit is overwritten if its block is promoted, and the weights of all tokens use one maximum, so splits add up.
 
-Blocks are flagged: programs look at the flags of their blocks and end where none is set. Only keys that are read are listed as well, since
-there a program for each is what hides latency.
-AT, int32 [B, 2 S + 1]: of each batch row the last position that each query sees, the first one, and the first that the window has, all
-within the planes. Rows r = g * S + s of a kv head. All block arrays [B, K, rows, N] are contiguous; what nobody sees is never written.
+Blocks have flags: programs load the flags of their blocks and end if none is set. Only keys to read are listed as well, since
+one program per block hides the latency there.
+AT, int32 [B, 2 S + 1]: for each batch row the last position that each query sees, the first one, and the first in the window, all
+within the planes. Rows r = g * S + s of a kv head. All block arrays [B, K, rows, N] are contiguous; hidden blocks are never written.
 """
 
 # mypy: disable-error-code="no-untyped-def,assignment"
@@ -43,12 +43,12 @@ LOWEST = tl.constexpr(-30000.0)
 UP32_FACTOR, UP32_ADDEND = tl.constexpr(UP32[0]), tl.constexpr(UP32[1])
 
 FLAGS = tl.constexpr(128)
-"""Rows that ``dense_scores`` and ``dense_values`` look at at once."""
+"""Rows whose flags ``dense_scores`` and ``dense_values`` load at a time."""
 
 
 @triton.jit
 def exp_of(x):
-    """exp of x <= 0 within a few units in the last place, whatever x: the rounding of x * log2 e is given back. NaN stays."""
+    """Return exp(x) for x <= 0 within a few units in the last place: the rounding of x * log2 e is compensated. NaN stays."""
     x = tl.maximum(x, LOWEST, propagate_nan=tl.PropagateNan.ALL)
     high = x * LOG2E
     rest = tl.fma(x, LOG2E, -high) + x * LOG2E_REST
@@ -57,7 +57,7 @@ def exp_of(x):
 
 @triton.jit
 def sight(AT, S: tl.constexpr, S2: tl.constexpr):
-    """The first and the last position that any query of a batch row sees, and the first one that the window has. AT: see the module."""
+    """Return the first and the last position that any query of a batch row sees, and the first in the window. AT: see the module."""
     s = tl.arange(0, S2)
     last = tl.max(tl.load(AT + s, mask=s < S, other=-1), 0)
     first = tl.min(tl.load(AT + S + s, mask=s < S, other=2147483647), 0)
@@ -66,20 +66,20 @@ def sight(AT, S: tl.constexpr, S2: tl.constexpr):
 
 @triton.jit
 def weighed(logits):
-    """Return the largest of a block's logits [16, rows], or [16] of one row, and the sum of exp relative to it."""
+    """Return the largest of a block's logits [16, rows] or [16], and the sum of exp relative to it."""
     peak = tl.max(logits, 0)
     return peak, tl.sum(exp_of(logits - tl.where(peak == float("-inf"), 0.0, peak)), 0)
 
 
 @triton.jit
 def norm_above(square):
-    """The root of a float32 sum of squares, not below the exact one: of up to 1024 terms, some of which may have been flushed."""
+    """Return an upper bound on a norm from its float32 sum of squares, of up to 1024 terms, some of which may have been flushed to zero."""
     return tl.sqrt(square) * (1.0 + 2.0**-14) + 2.0**-57
 
 
 @triton.jit
 def up32(x):
-    """``bound_printer.up32``."""
+    """Return x rounded up to float32, as ``bound_printer.up32``."""
     return (x * UP32_FACTOR + UP32_ADDEND).to(tl.float32)
 
 
@@ -91,32 +91,32 @@ def finite_or_infinite(square):
 
 @triton.jit
 def doubtful(square, note):
-    """Which tokens' norms may be above what a note says, by their float32 squares: what is above, close to it or no number."""
+    """Return whether each token's norm may exceed a note, by its float32 square: true if above, close to it or NaN."""
     return (norm_above(square) <= note) == 0
 
 
 @triton.jit
 def above(square, note):
-    """Whether a norm, by its float64 square, is above what a note says, whose square is exact, or no number; a note of NaN says nothing."""
+    """Return whether a norm, by its float64 square, exceeds a note or is NaN; never for a NaN note. The note's square is exact."""
     note = note.to(tl.float64)
     return (tl.where(note == note, square, 0.0) * (1.0 + 2.0**-39) <= tl.where(note == note, note * note, 0.0)) == 0
 
 
 @triton.jit
 def row_max_or_zero(TOP):
-    """The logit that a row's weights are relative to: its largest, zero where it sees nothing."""
+    """Load the logit that a row's weights are relative to: its largest, zero if the row sees nothing."""
     top = tl.load(TOP)
     return tl.where(top == float("-inf"), 0.0, top)
 
 
 @triton.jit
 def pop_pending(pending, places, OF: tl.constexpr):
-    """The first of what is ``pending``, of ``places`` from 0 to OF, and the rest of it."""
+    """Return the index of the first pending block, and the mask without it; ``places``: the indices 0 to OF - 1."""
     which = tl.min(tl.where(pending != 0, places, OF), 0)
     return which, tl.where(places == which, 0, pending)
 
 
 @triton.jit
 def fallen(FALLS, first, rows, flag):
-    """Which of the rows from ``first`` on fall, as numbers."""
+    """Return whether each of the rows from ``first`` on falls back, int32 0 or 1."""
     return (tl.load(FALLS + first + flag, mask=first + flag < rows, other=0) != 0).to(tl.int32)

@@ -1,7 +1,7 @@
-"""The values' pass of certified attention for rows that fall: see ``certified``.
+"""The values' pass of certified attention for rows that fall back: see ``certified``.
 
-All programs share each such row: a program has every num_programs-th tile of T tokens, whose originals are on their way while the tile
-before is multiplied. It adds up what lies at the same place of each tile, so that sums move between threads at a row's end only.
+All programs share each such row: a program has every num_programs-th tile of T tokens, whose originals are loaded while the tile
+before is multiplied. It adds tiles elementwise, so that sums move between threads only at a row's end.
 """
 
 # mypy: disable-error-code="no-untyped-def,assignment"
@@ -27,11 +27,11 @@ from kvcompile.extensions.certified.kernels.certified import (
 )
 
 TILE_VALUES = 64 * 128
-"""Values that a program takes at once, tokens of a tile times channels: 64 sums in each of 128 threads."""
+"""Values that a program takes at a time, tokens of a tile times channels: 64 sums in each of 128 threads."""
 
 
 def tile_of(page: int, width: int) -> int:
-    """Tokens of a tile where pages have that many rows and values that many channels, a power of two: no tile lies in two pages."""
+    """Return the tokens of a tile, a power of two, for pages of ``page`` rows and values of ``width`` channels: no tile spans two pages."""
     return math.gcd(page, max(BLOCK.value, min(64, TILE_VALUES // width)))
 
 
@@ -41,9 +41,10 @@ def dense_values(
     DV: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, S2: tl.constexpr, PAGE: tl.constexpr, T: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """sum_t exp(logit - EXACT_TOP) v_t by originals, [programs, rows, DV], of rows that FALL; the last program has the newest tokens too.
+    """Write sum_t exp(logit - EXACT_TOP) v_t from originals, [programs, rows, DV], for the rows flagged in FALLS.
 
-    SIZE: the largest norm of values in each block; several rows of a kv head write the same. Nobody looks at the rest.
+    The last program also adds the newest tokens. SIZE: the largest norm of values in each block; several rows of a kv head write the same.
+    Other rows are neither written nor read.
     """
     flag = tl.arange(0, FLAGS)
     j = tl.arange(0, T)
@@ -70,7 +71,7 @@ def dense_values(
                 seen = (t >= start) & (t < stop)
                 here = originals + (t0 // PAGE).to(tl.int64) * from_n + (t0 % PAGE + j)[:, None] * from_t
                 v = tl.load(here + c[None, :], mask=seen[:, None], other=0.0).to(tl.float32)
-                # What this row does not see has a logit of -inf.
+                # Tokens that this row does not see have a logit of -inf.
                 logit = tl.load(logits + t, mask=seen, other=float("-inf"))
                 sums += v * exp_of(logit - top)[:, None]
                 n = t0 // BLOCK + tl.arange(0, T // BLOCK)

@@ -1,10 +1,10 @@
 """The pass of certified attention over original keys: see ``certified``.
 
-    exact       one block of one row's list: what the consistency check compares, exact logits over the old ones, the same sums of those
-    exact_rows  all blocks of the rows that fall, which are few or none: every program looks for them and takes its share of their blocks
+    exact_scores  reads one block of one row's list: runs the consistency check, overwrites logits with exact ones, sums them again
+    dense_scores  reads all blocks of the rows that fall back, few or none: every program finds those rows and takes a share of their blocks
 
-What takes time in ``exact_scores`` is latency: a program has one block, and loads all of it before it uses any. Two rows that promote the
-same block both check it, the second out of the cache. In ``dense_scores`` blocks are on their way while those before are multiplied.
+Latency determines the time of ``exact_scores``: a program has one block, and loads all of it before it uses any. Two rows that promote the
+same block both check it, the second from the cache. In ``dense_scores`` blocks are loaded while those before are multiplied.
 """
 
 # mypy: disable-error-code="no-untyped-def,assignment"
@@ -32,7 +32,7 @@ from kvcompile.extensions.certified.kernels.certified import (
 from kvcompile.extensions.certified.kernels.stage_blocks import rows_of_slot
 
 PART = tl.constexpr(4)
-"""Tokens of a block that ``exact_scores`` takes at once: a quarter of the registers are twice the warps."""
+"""Tokens of a block that ``exact_scores`` processes at a time: a quarter of the registers allows twice the warps."""
 
 
 @triton.jit
@@ -43,10 +43,10 @@ def exact_scores(
     SCALE: tl.constexpr, GUARD: tl.constexpr, D: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, S2: tl.constexpr,
     PER_PAGE: tl.constexpr, STAGED: tl.constexpr,
 ):
-    """One block at a time of a row's LIST [rows, N], of which the first LISTED [rows] are meant.
+    """Score the blocks of a row's LIST [rows, N], of which the first LISTED [rows] are valid, by original keys, and check them.
 
-    STAGED: those that ``stage_blocks`` has found in the SCRATCH of ``sets`` sets, or put there, are read from there.
-    Norms are compared in float64, but only of tokens for which float32 does not settle it: mostly the two that made the notes.
+    STAGED: blocks that ``stage_blocks`` found in the SCRATCH of ``sets`` sets, or copied there, are read from there.
+    Norms are compared in float64, but only for tokens that float32 does not decide: mostly the two that determined the notes.
     """
     r = tl.program_id(1)
     pair = r // (G * S)
@@ -54,7 +54,7 @@ def exact_scores(
     h = (pair % K).to(tl.int64)
     blocks_at = r.to(tl.int64) * blocks
     listed = tl.load(LISTED + r)
-    # Read before it is known to be meant, which it need not be.
+    # Loaded before it is known to be valid; any content is safe then.
     n = tl.load(LIST + blocks_at + tl.program_id(0))
     at = AT + b * (2 * S + 1)
     start, last, base = sight(at, S, S2)
@@ -93,16 +93,16 @@ def exact_scores(
             coded = t < base
             k = tl.load(originals + i[:, None] * apart_t + c[None, :], mask=coded[:, None], other=0.0).to(tl.float32)
             old = tl.load(LOGITS + place * BLOCK + i)
-            # Loaded last: all that is calculated then has their layout, in which fewer threads share a token.
+            # Loaded last, so that Triton gives the computation this load's layout, in which fewer threads share a token.
             decoded = tl.load(codes + i[:, None] * D + c[None, :]).to(tl.float32) * step + zero
             found = tl.sum(k * q, 1) * SCALE
             away = k - decoded
-            # What no query sees need not be what was encoded.
+            # Tokens that no query sees may differ from what was encoded.
             doubts = coded & (t >= start) & (t <= last) & (doubtful(tl.sum(k * k, 1), mu) | doubtful(tl.sum(away * away, 1), kappa))
             seen = (t >= low) & (t <= high)
             apart = tl.abs(found - old)
             moved = tl.maximum(moved, tl.max(tl.where(seen & coded, tl.where(apart == apart, apart, float("inf")), 0.0), 0))
-            # Whoever reads a logit here has read it before any is written: the barriers of the sums are not enough.
+            # All threads must have read the old logits before any is overwritten: the barriers of the sums do not ensure it.
             tl.debug_barrier()
             tl.store(LOGITS + place * BLOCK + i, tl.where(seen, tl.where(coded, found, old), float("-inf")))
             pending = doubts.to(tl.int32)
@@ -117,17 +117,17 @@ def exact_scores(
         peak, weight = weighed(tl.load(LOGITS + place * BLOCK + tl.arange(0, BLOCK)))
         tl.store(PEAK + place, peak)
         tl.store(WEIGHT + place, weight)
-        # Exact logits may be above all those by codes; whoever comes first, the largest stays.
+        # Exact logits may exceed all those by codes; the maximum does not depend on the order of programs.
         if peak > top:
             tl.atomic_max(TOP + r, peak, sem="relaxed")
-        # As in ``certified``: what no code stands for, which its note says, has no logit to compare.
+        # Keys with NaN or Inf, marked by a NaN note, have no logit to compare.
         if damaged | ((kappa == kappa) & ((moved.to(tl.float64) <= consistent(delta, GUARD, rounded)) == 0)):
             tl.store(DAMAGED + pair, 1)
 
 
 @triton.jit
 def largest_newest(PEAK, first, stop):
-    """The largest logit of a row's blocks from ``first`` up to ``stop``."""
+    """Return the largest logit of a row's blocks from ``first`` up to ``stop``."""
     most = tl.full([], float("-inf"), tl.float32)
     for n in range(first, stop, BLOCK):
         block = n + tl.arange(0, BLOCK)
@@ -137,18 +137,21 @@ def largest_newest(PEAK, first, stop):
 
 @triton.jit
 def exact_block_scores(here, q, LOGITS, PEAK, WEIGHT, SIZE, t, low, high, start, last, base, PARTLY: tl.constexpr, SCALE: tl.constexpr):
-    """A block's exact logits over the old ones, but from ``base`` on (PARTLY codes); their sums, the largest norm; the largest of them."""
+    """Overwrite a block's logits with exact ones, and store their sums and the largest norm; returns the largest logit.
+
+    PARTLY: the block is encoded in part only; logits of tokens from ``base`` on stay.
+    """
     k = tl.load(here).to(tl.float32)
     found = tl.sum(k * q, 1) * SCALE
     if PARTLY:
-        # Nobody writes these: that a logit is read and written needs no barrier.
+        # No thread writes these logits, so reading and writing needs no barrier.
         old = tl.load(LOGITS + tl.arange(0, BLOCK), mask=t >= base, other=float("-inf"))
         new = tl.where((t >= low) & (t <= high) & (t < base), found, old)
         tl.store(LOGITS + tl.arange(0, BLOCK), new, mask=t < base)
     else:
         new = tl.where((t >= low) & (t <= high), found, float("-inf"))
         tl.store(LOGITS + tl.arange(0, BLOCK), new)
-    # As ``weighed``, but stored at once: held until both are known, it costs a fifth more registers (sm_90: 154 for 128).
+    # As ``weighed``, but stored at once: keeping the peak until both are known costs a fifth more registers (sm_90: 154 instead of 128).
     peak = tl.max(new, 0)
     tl.store(PEAK, peak)
     tl.store(WEIGHT, tl.sum(exp_of(new - tl.where(peak == float("-inf"), 0.0, peak)), 0))
@@ -165,10 +168,12 @@ def dense_scores(
     SCALE: tl.constexpr, D: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, S2: tl.constexpr,
     PER_PAGE: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """Every num_programs-th block of each row that FALLS, and the largest norm in it: several rows of a kv head write the same.
+    """Score every num_programs-th block of each row flagged in FALLS by original keys, and store the largest norm in each block.
 
-    EXACT_TOP becomes a row's largest logit where it is not below that already. The last program has the block that is codes in part,
-    and counts the newest tokens' logits, by CODED_PEAK. One that is no number is not the largest, but its block's weight says so.
+    Several rows of a kv head write the same norms. EXACT_TOP rises to a row's largest logit. The last program has the block that is encoded
+    in
+    part, and takes the newest tokens' logits into account, by CODED_PEAK. A NaN logit is never the largest, but makes its block's weight
+    NaN.
     """
     flag = tl.arange(0, FLAGS)
     j = tl.arange(0, BLOCK)
@@ -186,13 +191,14 @@ def dense_scores(
             start, last, base = sight(at, S, S2)
             high = tl.load(at + r % S)
             low = tl.load(at + S + r % S)
-            # Twice, so that the same channels of it and of keys are a thread's; all of a row's channels in as few threads as possible.
+            # Loaded twice, as two rows, so that a thread has the same channels of queries and keys, and a row's channels are in as few
+            # threads as possible.
             twice = Q + b * q_b + (h * G + r % (G * S) // S) * q_h + (r % S) * q_s + tl.arange(0, 2)[:, None] * 0
             q = tl.max(tl.load(twice + c).to(tl.float32), 0)[None, :]
             of_row = r.to(tl.int64) * blocks
             of_pair = SIZE + pair.to(tl.int64) * blocks
             originals = ORIGINALS + b * from_b + h * from_h
-            # All that any query of the batch row sees: who adds up a row's blocks need not ask which of them are its own.
+            # Every block that any query of the batch row sees, so that ``bound_sums`` need not check which of them were scored for its row.
             stop = tl.maximum(tl.minimum(last + 1, base), 0)
             whole = tl.maximum(tl.minimum(last // BLOCK + 1, base // BLOCK), 0)
             n_first = start // BLOCK + tl.program_id(0)

@@ -1,10 +1,10 @@
 """The end of a row of certified attention: its certificate, its checks, its result; and a step's telemetry. See ``certified``.
 
-    certify   one row each: what programs of ``bound_sums`` and ``weighted_values`` found, together; the certificate of that, and whether
-              the row falls
-    finalize  one kv head each: the same for its rows that fell, after the second run; then all its rows are added to the telemetry
+    certify   one row each: combines the sums of ``bound_sums`` and ``weighted_values`` into the result and its certificate, and decides
+              whether the row falls back
+    finalize  one kv head each: the same for its rows that fell back, after the second run; then adds all its rows to the telemetry
 
-Everything but figures, counters and results is float64 and by the printed bounds.
+Everything but figures, counters and results is float64 and follows the printed bounds.
 """
 
 # mypy: disable-error-code="no-untyped-def,assignment"
@@ -30,7 +30,7 @@ def _place(name: str) -> tl.constexpr:
 
 
 def _left(name: str) -> tl.constexpr:
-    """Return the column of ``bound_value_sums`` of this name."""
+    """Return the column of ``VALUE_COLUMNS`` of this name."""
     return tl.constexpr(bound_sums.VALUE_COLUMNS.index(name))
 
 
@@ -45,7 +45,7 @@ LEFT_WIDTH = tl.constexpr(len(bound_sums.VALUE_COLUMNS))
 
 FIGURES, COUNTS = tl.constexpr(len(Figure)), tl.constexpr(len(Count))
 CANDIDATES = tl.constexpr(int(Figure.CANDIDATE_KEY))
-"""The three bounds lie one after the other, those of candidates and those of what is returned."""
+"""The first of three consecutive bounds of the candidate result; those of the returned result are consecutive too."""
 RETURNED, DELTA_FIGURE, TAIL_FIGURE = (tl.constexpr(int(each)) for each in (Figure.KEY, Figure.DELTA, Figure.TAIL))
 BLOCK_COUNT, KEY_COUNT, VALUE_COUNT, EXPLORED_COUNT, WIDENED_COUNT, RUNG_COUNT, CAUSES_COUNT = (
     tl.constexpr(int(each)) for each in Count
@@ -65,17 +65,17 @@ LAST_HEADS, LAST_WIDTH = tl.constexpr(telemetry.LAST_HEADS), tl.constexpr(teleme
 
 assert BINNED == (Figure.CANDIDATE_KEY, Figure.CANDIDATE_VALUE, Figure.KEY, Figure.VALUE, Count.KEYS, Count.VALUES), "as below"
 OF_FIGURES = tl.constexpr(4)
-"""Histograms of figures, which are the first ones."""
+"""Number of histograms of figures, which come first."""
 
 LEAST_NORMAL, OUTWARD = tl.constexpr(head_bounds.LEAST_NORMAL), tl.constexpr(head_bounds.OUTWARD)
 LARGEST_NUMBER = tl.constexpr(1.7976931348623157e308)
 AT_ONCE = tl.constexpr(64)
-"""Programs of a tally whose sums are read at once."""
+"""Programs of ``bound_sums`` whose sums are loaded at a time."""
 
 
 @triton.jit
 def as_dtype(x, DTYPE: tl.constexpr):
-    """float32 to the nearest of a dtype, ties to even: in bfloat16 by hand, since Triton's interpreter would cut off."""
+    """Return float32 rounded to a dtype, ties to even; bfloat16 by hand, since Triton's interpreter would truncate."""
     if DTYPE == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
         bits = (bits + 32767 + ((bits >> 16) & 1)) >> 16
@@ -86,19 +86,19 @@ def as_dtype(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def safe_divisor(x):
-    """Not below the least sum that something is divided by; NaN stays."""
+    """Return max(x, LEAST_NORMAL): a divisor that is never zero; NaN passes through."""
     return tl.where(x < LEAST_NORMAL, LEAST_NORMAL, x)
 
 
 @triton.jit
 def column(columns, place: tl.constexpr):
-    """One of a vector of columns."""
+    """Return one entry of a vector of columns."""
     return tl.sum(tl.where(tl.arange(0, columns.shape[0]) == place, columns, 0.0), 0)
 
 
 @triton.jit
 def load_partials(SUMS, r, first, count, OF: tl.constexpr, WIDE: tl.constexpr):
-    """The columns of AT_ONCE of a row's ``count`` programs, [rows, programs, OF]."""
+    """Load the columns of AT_ONCE of a row's ``count`` programs, [rows, programs, OF]."""
     program = first + tl.arange(0, AT_ONCE)[:, None]
     column = tl.arange(0, WIDE)[None, :]
     at = SUMS + (r.to(tl.int64) * count + program) * OF + column
@@ -107,7 +107,7 @@ def load_partials(SUMS, r, first, count, OF: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def sum_and_max(found, SUMS, r, count, OF: tl.constexpr, WIDE: tl.constexpr):
-    """Return the sum and the largest of each column, where NaN is larger than all; ``found``: of the first programs, loaded before."""
+    """Return the sum and the maximum of each column, NaN if any is NaN; ``found``: the first programs' columns, already loaded."""
     column = tl.arange(0, WIDE)[None, :]
     added = tl.zeros([WIDE], tl.float64)
     most = tl.full([WIDE], float("-inf"), tl.float64)
@@ -124,14 +124,14 @@ def sum_and_max(found, SUMS, r, count, OF: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def some_parts(PARTS, r, rows, first, count, DV: tl.constexpr, SPAN: tl.constexpr):
-    """SPAN of a row's ``count`` partial results, [count, rows, DV]."""
+    """Load SPAN of a row's ``count`` partial results, [count, rows, DV]."""
     part = first + tl.arange(0, SPAN)[:, None]
     return tl.load(PARTS + (part.to(tl.int64) * rows + r) * DV + tl.arange(0, DV)[None, :], mask=part < count, other=0.0)
 
 
 @triton.jit
 def result_of(parts, PARTS, r, rows, count, mass, DV: tl.constexpr, SPAN: tl.constexpr):
-    """Partial results added up and divided by their mass; ``parts``: the first of them, loaded before."""
+    """Return the sum of partial results divided by their mass; ``parts``: the first of them, already loaded."""
     added = tl.zeros([SPAN, DV], tl.float64)
     for first in range(0, count, SPAN):
         added += parts.to(tl.float64)
@@ -141,7 +141,7 @@ def result_of(parts, PARTS, r, rows, count, mass, DV: tl.constexpr, SPAN: tl.con
 
 @triton.jit
 def certificate_of(sums, most, left, left_most, sink, output, OUT_UNIT: tl.constexpr, OUT_TINY: tl.constexpr):
-    """The bounds on the error of keys, of values, and by arithmetic: ``certificate.certificate`` from sums.
+    """Return the bounds on the error of keys, of values, and of arithmetic: ``head_bounds.certificate`` from sums.
 
     Terms are linear in the center and in the largest norm, which are known last.
     """
@@ -163,8 +163,8 @@ def found_of(
     SUMS, LEFT, PARTS, SINKS, TOP, r, rows, chunks, programs, parts, OUT_UNIT: tl.constexpr, OUT_TINY: tl.constexpr, DV: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    """Load what a row's programs left, and return its result and the certificate of that."""
-    # Everything's first part is on its way before any of it is used.
+    """Load a row's partial sums and results; return the sums, the result and its certificate."""
+    # The first load of every kind is in flight before any is used.
     first_sums = load_partials(SUMS, r, 0, chunks, WIDTH, 16)
     first_left = load_partials(LEFT, r, 0, programs, LEFT_WIDTH, 8)
     first_parts = some_parts(PARTS, r, rows, 0, parts, DV, SPAN)
@@ -178,14 +178,14 @@ def found_of(
 
 @triton.jit
 def bounded(arithmetic, stored):
-    """A bound on the arithmetic, infinite where the result as it is ``stored`` is: beyond its dtype's range."""
+    """Return the bound on the arithmetic; infinity if the ``stored`` result overflowed its dtype."""
     beyond = tl.max((tl.abs(stored.to(tl.float32)) == float("inf")).to(tl.int32), 0)
     return tl.where(beyond != 0, float("inf"), arithmetic)
 
 
 @triton.jit
 def first_of(SUMS, r, chunks, most, MASS: tl.constexpr, FIRST: tl.constexpr):
-    """The first block whose log-mass, of those in a column, is the largest; infinity where there is none."""
+    """Return the first block whose log-mass, in column MASS, is the largest; infinity if there is none."""
     found = tl.full([], float("inf"), tl.float64)
     for first in range(0, chunks, AT_ONCE):
         chunk = first + tl.arange(0, AT_ONCE)
@@ -198,7 +198,7 @@ def first_of(SUMS, r, chunks, most, MASS: tl.constexpr, FIRST: tl.constexpr):
 
 @triton.jit
 def ranks_fail(SUMS, OWN, r, most, blocks, chunks, AGREE: tl.constexpr):
-    """``certified.checks.rank_fails`` for one leading block, as bits."""
+    """Return the failures of ``certified.checks.rank_fails`` for one leading block, as bits."""
     by_exact = column(most, BY_EXACT)
     first_by_exact = first_of(SUMS, r, chunks, by_exact, BY_EXACT, FIRST_BY_EXACT)
     standing = first_by_exact < blocks
@@ -210,7 +210,7 @@ def ranks_fail(SUMS, OWN, r, most, blocks, chunks, AGREE: tl.constexpr):
     if AGREE:
         same = first_of(SUMS, r, chunks, column(most, BY_CODES), BY_CODES, FIRST_BY_CODES) == first_by_exact
         found = found | tl.where(same, 0, RANK)
-    # Without a block of codes in the tail nothing rests on the order.
+    # Without a block of codes in the tail the result does not depend on the order.
     return tl.where(highest == float("-inf"), 0, found)
 
 
@@ -221,10 +221,11 @@ def certify(
     OUT_UNIT: tl.constexpr, OUT_TINY: tl.constexpr, K: tl.constexpr, K2: tl.constexpr, ROWS: tl.constexpr, DV: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    """One row: its result, figures and counters, [rows, ...], and (DENSE) whether it falls. RANKED above one: GIVEN has those causes.
+    """Write one row's result, figures and counters, [rows, ...], and (DENSE) whether it falls back.
 
-    STATS [rows, 3]: see ``select_blocks``. Of a row that falls, ``finalize`` writes what is not known yet; EXACT_TOP: where
-    ``dense_scores`` starts.
+    RANKED above one: GIVEN has the causes of ranks. STATS [rows, 3]: see ``select_blocks``. For a row that falls back ``finalize``
+    overwrites
+    the result and its bound. EXACT_TOP: the initial value of the maximum in ``dense_scores``.
     """
     r = tl.program_id(0)
     sums, most, left, output, by_keys, by_values, arithmetic = found_of(
@@ -246,7 +247,7 @@ def certify(
     if DENSE:
         falls = causes != 0
     tl.store(FALLS + r, falls.to(tl.int8))
-    # A sink's logit is the first of those that ``dense_scores`` compares.
+    # A sink's logit is the first that ``dense_scores`` compares.
     tl.store(EXACT_TOP + r, tl.load(SINKS + r))
     tl.store(RESULT + r.to(tl.int64) * DV + tl.arange(0, DV), stored)
 
@@ -283,10 +284,11 @@ def finalize(
     DV: tl.constexpr, SPAN: tl.constexpr, DENSE: tl.constexpr, COUNTS_STEPS: tl.constexpr, KEY_BYTES: tl.constexpr,
     VALUE_BYTES: tl.constexpr, KEYS_STAGED: tl.constexpr, VALUES_STAGED: tl.constexpr,
 ):
-    """One kv head: (DENSE) what its rows that fall return; (COUNTS_STEPS) ``certificate.telemetry.accumulate`` of all its rows.
+    """For one kv head: (DENSE) write the results of rows that fall back; (COUNTS_STEPS) add all its rows to the telemetry.
 
-    KEY_BYTES and VALUE_BYTES: of a block's originals in host memory, else zero; where they are staged, ``stage_blocks`` counts what is
-    promoted.
+    The latter is ``certificate.telemetry.accumulate``. KEY_BYTES and VALUE_BYTES: bytes of a block's originals in host memory, else zero;
+    if
+    they are staged, ``stage_blocks`` counts promoted blocks.
     """
     pair = tl.program_id(0)
     if DENSE:
@@ -323,7 +325,7 @@ def finalize(
         causes = of_column(counted, column, CAUSES_COUNT)
         rungs = (mine[:, None] & (rung[:, None] == column[None, :])).to(tl.int32)
         bits = (causes[:, None] >> column[None, :]) & 1
-        # All that is held is loaded before any of it is stored: no load waits for another.
+        # All columns are loaded before any is stored: no load waits for another.
         steps_held = tl.load(held)
         rows_held = tl.load(held + 1)
         sums_held = held_of(held + SUMS_AT, column, FIGURES)
@@ -338,7 +340,7 @@ def finalize(
         tl.store(held + COUNTED_AT + column, counted_held + tl.sum(counted, 0), mask=column < ADDED_COUNTS)
         tl.store(held + RUNGS_AT + column, rungs_held + tl.sum(rungs, 0), mask=column < RUNGS)
         tl.store(held + CAUSES_AT + column, causes_held + tl.sum(bits, 0), mask=column < CAUSES)
-        # Each row that falls reads all blocks of codes that it sees.
+        # Each row that falls back reads all encoded blocks that it sees.
         again = tl.where(rung >= HEAD, of_column(counted, column, BLOCK_COUNT), 0)
         explored = of_column(counted, column, EXPLORED_COUNT)
         keys = again if KEYS_STAGED else again + explored + of_column(counted, column, KEY_COUNT)
@@ -357,20 +359,20 @@ def add_to(HELD, amount):
 
 @triton.jit
 def of_column(counted, column, place: tl.constexpr):
-    """One of the counters of each row, zero where there is no row."""
+    """Return one of the counters of each row, zero for absent rows."""
     return tl.sum(tl.where((column == place)[None, :], counted, 0), 1)
 
 
 @triton.jit
 def bin_of(x):
-    """The bin of a float32 number that is not negative; the last one where it is none."""
+    """Return the bin of a nonnegative float32 number; the last one for NaN."""
     index = (x.to(tl.int32, bitcast=True) >> 21) - FIRST_BITS
     return tl.where(x == x, tl.minimum(tl.maximum(index, 0), BINS - 1), BINS - 1)
 
 
 @triton.jit
 def count_histograms(HELD, figures, counted, mine, column):
-    """Add each row to the bins of its figures and counters, which two rows may share."""
+    """Add each row to the bins of its figures and counters; rows may share a bin."""
     returned = tl.where(column == RETURNED, 2, tl.where(column == RETURNED + 1, 3, -1))
     add_rows(HELD, tl.where(column == CANDIDATES, 0, tl.where(column == CANDIDATES + 1, 1, returned)), bin_of(figures), mine)
     which = tl.where(column == KEY_COUNT, OF_FIGURES, tl.where(column == VALUE_COUNT, OF_FIGURES + 1, -1))
@@ -379,14 +381,14 @@ def count_histograms(HELD, figures, counted, mine, column):
 
 @triton.jit
 def add_rows(HELD, which, bins, mine):
-    """Add one to the bin of each row and of each column that has a histogram."""
+    """Add one to the bin of each row and of each column that has a histogram; ``which``: the column's histogram, -1 for none."""
     counts = mine[:, None] & (which >= 0)[None, :]
     tl.atomic_add(HELD + HISTOGRAMS_AT + which[None, :] * BINS + bins, tl.full(bins.shape, 1.0, tl.float64), mask=counts, sem="relaxed")
 
 
 @triton.jit
 def keep_last(HELD, figures, counted, row, mine, column, S: tl.constexpr, ROWS: tl.constexpr):
-    """Keep the figures and counters of each query head's newest query."""
+    """Store the figures and counters of each query head's newest query."""
     head = row // S
     kept = (mine & (row % S == S - 1) & (head < LAST_HEADS))[:, None]
     tl.store(HELD + LAST_AT, tl.full([], ROWS // S, tl.float64))
@@ -397,5 +399,5 @@ def keep_last(HELD, figures, counted, row, mine, column, S: tl.constexpr, ROWS: 
 
 @triton.jit
 def held_of(HELD, column, OF: tl.constexpr):
-    """The first OF of what is held."""
+    """Load the first OF telemetry columns."""
     return tl.load(HELD + column, mask=column < OF, other=0.0)

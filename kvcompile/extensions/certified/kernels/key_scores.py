@@ -1,16 +1,16 @@
 """The keys' pass of certified attention on tensor cores: see ``certified``.
 
 A logit is sum_c q_c (step_c code_c + zero_c) = sum_c (q_c step_c) u_c + sum_c q_c low_c, with u = code + 128, from 0 to 255, and
-low = zero - 128 step. The first sum is a product of matrices: u is a float16 number as it stands, u * 2^-24, since an integer of up to ten
-bits is the subnormal of just these bits; and what it is multiplied with is two float16 limbs, q_c step_c = hi + lo, to 2^-22. Both are
-scaled by powers of two before (the largest query of a row and the largest step of a block to about one), so that neither overflows and
-what is lost to subnormals is below 2^-22 of the largest product. Four rows are eight columns: one instruction of tensor cores takes
-16 tokens, 16 channels and all of them. The second sum, and what deviations are made of, are multiply-adds once for a block, added up over
-the threads of a warp in fixed point, where a warp has an instruction for it: by shuffles they bound the kernel.
+low = zero - 128 step. The first sum is a matrix product. The bits of u are themselves a float16 number, u * 2^-24, since an integer of up
+to ten bits is the subnormal of these bits. The other operand is two float16 limbs, q_c step_c = hi + lo, to 2^-22. Both are
+first scaled by powers of two (the largest query of a row and the largest step of a block to about one), so that neither overflows and
+the loss to subnormals is below 2^-22 of the largest product. Four rows are eight columns: one instruction of tensor cores takes
+16 tokens, 16 channels and all of them. The second sum, and the sums for deviations, are multiply-adds once per block, added over
+the threads of a warp in fixed point, for which a warp has an instruction: shuffles of floats would dominate the kernel's time.
 
-A block's sums are made of its logits while they are at hand; deviations follow for all blocks of a program at once.
+A block's logits are summed while they are in registers; deviations follow for all blocks of a program at once.
 
-What this rounds is ``bounds.CODED``. Blocks that have newest tokens in them take the float32 way, with whatever is codes decoded.
+``bounds.CODED`` covers the rounding here. Blocks that contain newest tokens are computed in float32, with their codes decoded.
 """
 
 # mypy: disable-error-code="no-untyped-def,assignment"
@@ -28,47 +28,47 @@ ROW_TILE = tl.constexpr(4)
 """Rows of a program: two limbs of each are the eight columns of an instruction."""
 
 ROOM = tl.constexpr(4096.0)
-"""Queries and steps are below 2 each once they are scaled (4, where they are as large as float32 goes); their product is below 65504."""
+"""Scaled queries and steps are below 2 each (4 next to the largest float32); their product times this is below 65504, float16's largest."""
 
 LEAST_STEP = tl.constexpr(13)
-"""Exponent of the least power of two that steps are scaled to: its reciprocal times ROOM is a float32 number."""
+"""Exponent of the least power of two that steps are scaled by: its reciprocal times ROOM is a float32 number."""
 
 TOO_LARGE = tl.constexpr(0x7F000000)
 """Bits of 2^127: from there on scaled numbers are not below 2."""
 
 BACK = tl.constexpr(2.0**24 / 4096.0)
-"""What that and the subnormals leave to be multiplied with."""
+"""The factor that undoes ROOM and the codes' 2^-24."""
 
 PART = tl.constexpr(4)
-"""Tokens of a block with newest ones that are taken at once."""
+"""Tokens that are processed at a time in a block with newest tokens."""
 
 EVEN = tl.constexpr("lop3.b32 $0, $1, 0x00FF00FF, 0x00800080, 0x6a;")
 ODD = tl.constexpr("{ .reg .b32 t; shr.b32 t, $1, 8; lop3.b32 $0, t, 0x00FF00FF, 0x00800080, 0x6a; }")
-"""The low and the high bytes of two words at a time, plus 128."""
+"""PTX for the low (EVEN) or high (ODD) bytes of two words at a time, plus 128."""
 
 
 @triton.jit
 def between(x, least, most):
-    """A position as int32, within the planes."""
+    """Return a position clamped to the planes, int32."""
     return tl.minimum(tl.maximum(x, least), most).to(tl.int32)
 
 
 @triton.jit
 def octave(x, LEAST: tl.constexpr):
-    """The power of two below x >= 0 and its reciprocal, both normal: of exponents from LEAST, 1 or more, to 253."""
+    """Return the power of two below x >= 0 and its reciprocal, both normal: exponents are clamped to LEAST (at least 1) and 253."""
     exponent = tl.minimum(tl.maximum((x.to(tl.int32, bitcast=True) >> 23) & 255, LEAST), 253)
     return (exponent << 23).to(tl.float32, bitcast=True), ((254 - exponent) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def largest(x):
-    """The bits of the largest magnitude [channels], int32; above those of infinity where one is no number."""
+    """Return the bits of the largest magnitude [channels], int32; above those of infinity if one is NaN."""
     return tl.max(tl.abs(x).to(tl.int32, bitcast=True), 0)
 
 
 @triton.jit
 def nearest(x, PACKED: tl.constexpr):
-    """float32 to the nearest integer, int32."""
+    """Return float32 rounded to the nearest integer, int32."""
     if PACKED:
         return tl.inline_asm_elementwise("cvt.rni.s32.f32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1)
     else:
@@ -77,14 +77,14 @@ def nearest(x, PACKED: tl.constexpr):
 
 @triton.jit
 def beside(a, b, c, d):
-    """Four vectors as the columns of a matrix, a row of which lies in one thread: what is stored of it is 16 bytes at a time."""
+    """Return four vectors as the columns of a matrix; a row of it is in one thread, so that it is stored 16 bytes at a time."""
     pairs = tl.join(tl.join(a, c), tl.join(b, d))
     return tl.reshape(pairs, [pairs.shape[0], 4])
 
 
 @triton.jit
 def every_other(AT_Q, q_h, q_s, r0, odd, D: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr):
-    """Every other channel of four rows of queries, [D / 2, 4]; the last row again where there are fewer."""
+    """Load every other channel of four rows of queries, [D / 2, 4]; the last row is repeated if there are fewer."""
     c = 2 * tl.arange(0, D // 2) + odd
     one = tl.minimum(r0 + 1, ROWS - 1)
     two = tl.minimum(r0 + 2, ROWS - 1)
@@ -98,7 +98,7 @@ def every_other(AT_Q, q_h, q_s, r0, odd, D: tl.constexpr, S: tl.constexpr, ROWS:
 
 @triton.jit
 def unpacked(words, PACKED: tl.constexpr):
-    """The codes of words plus 128, times 2^-24: of the low bytes and of the high ones."""
+    """Return the codes of words plus 128, times 2^-24, as float16: of the low bytes and of the high ones."""
     if PACKED:
         low = tl.inline_asm_elementwise(EVEN, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2)
         high = tl.inline_asm_elementwise(ODD, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2)
@@ -110,7 +110,7 @@ def unpacked(words, PACKED: tl.constexpr):
 
 @triton.jit
 def limbs(w):
-    """float32 [channels, rows] as two float16 numbers each, side by side."""
+    """Return float32 [channels, rows] as two float16 numbers each, in adjacent columns."""
     high = w.to(tl.float16)
     low = (w - high.to(tl.float32)).to(tl.float16)
     return tl.reshape(tl.join(high, low), [w.shape[0], 2 * w.shape[1]])
@@ -121,7 +121,7 @@ def code_scores(
     q_even, q_odd, size, lows, highs, CODES, STEPS, ZEROS, MU, LOGITS, CHANNELS, PEAK, WEIGHT, row, n, out, of_row,
     SCALE: tl.constexpr, D: tl.constexpr, OF_STEP: tl.constexpr, OF_ZERO: tl.constexpr, OF_ONE: tl.constexpr, PACKED: tl.constexpr,
 ):
-    """One block of codes, four rows: logits, their sums, and sum_c |q_c| radius_c. The queries are scaled; ``size`` undoes that."""
+    """Score one encoded block for four rows: logits, their sums, and sum_c |q_c| radius_c. The queries are scaled; ``size`` undoes it."""
     j = tl.arange(0, BLOCK)[:, None]
     c = tl.arange(0, D // 2)
     words = tl.load(CODES + row * (BLOCK * D // 2) + j * (D // 2) + c[None, :])
@@ -138,12 +138,12 @@ def code_scores(
     products = tl.dot(codes_even, limbs(q_even * scaled_even[:, None]), input_precision="ieee")
     products = tl.dot(codes_odd, limbs(q_odd * scaled_odd[:, None]), products, input_precision="ieee")
     both = tl.sum(tl.reshape(products, [BLOCK, ROW_TILE, 2]), 2)
-    # Sums over the threads of a warp are one instruction for integers, and ten for numbers: so both are added up in fixed point.
+    # Sums over the threads of a warp take one instruction for integers and ten for floats, so both are added in fixed point.
     low_even = zero_even - 128 * step_even
     low_odd = zero_odd - 128 * step_odd
     low_bits = tl.maximum(largest(low_even), largest(low_odd))
     low_size, low_scale = octave(low_bits.to(tl.float32, bitcast=True), 1)
-    # One factor after the other: their product may be beyond float32.
+    # One factor after the other: their product may overflow float32.
     low_even = low_even * low_scale * POINT
     low_odd = low_odd * low_scale * POINT
     of_low = tl.sum(nearest(q_even * low_even[:, None] + q_odd * low_odd[:, None], PACKED), 0).to(tl.float32) * (low_size / POINT)
@@ -155,7 +155,7 @@ def code_scores(
     radius_odd = radius_odd * radius_scale * POINT
     reach = tl.abs(q_even) * radius_even[:, None] + tl.abs(q_odd) * radius_odd[:, None]
     reach = (tl.sum(nearest(reach, PACKED), 0) + D).to(tl.float32) * (radius_size / POINT)
-    # An integer is never infinite and always a number. And what is lost to subnormals and in fixed point is that of the largest step
+    # An integer is never Inf or NaN, so overflow is checked here. The loss to subnormals and to fixed point is relative to the largest step
     # and ``low``, which are within the keys' own largest norm unless planes are not what was encoded.
     reach_of_keys = tl.load(MU) * (1.0 + 2.0**-10) + 2.0**-120
     fine = tl.maximum(low_bits.to(tl.float32, bitcast=True), 127 * step_bits.to(tl.float32, bitcast=True)) <= reach_of_keys
@@ -176,7 +176,7 @@ def newest_scores(
     AT_Q, low, high, CODES, STEPS, ZEROS, RECENT_K, LOGITS, CHANNELS, PEAK, WEIGHT, row, rk_t, newest, n, base,
     SCALE: tl.constexpr, D: tl.constexpr, OF_STEP: tl.constexpr, OF_ZERO: tl.constexpr, OF_ONE: tl.constexpr,
 ):
-    """Score the newest tokens of one row, in float32 and PART tokens at a time; tokens from ``base`` on are not codes."""
+    """Score a block with newest tokens for one row, in float32 and PART tokens at a time; tokens from ``base`` on are not encoded."""
     c = tl.arange(0, D)[None, :]
     q = tl.load(AT_Q + c).to(tl.float32)
     step = tl.load(STEPS + row * D + c)
@@ -188,7 +188,7 @@ def newest_scores(
         in_window = (t >= base) & (t < base + newest)
         new = tl.load(RECENT_K + (t - base)[:, None] * rk_t + c, mask=in_window[:, None], other=0.0).to(tl.float32)
         codes = tl.load(CODES + row * (BLOCK * D) + j[:, None] * D + c)
-        # The product is exact, since steps have 16 bits: fused or not, this is what the scheme decodes.
+        # The product is exact, since steps have 16 bits: fused or not, this equals the scheme's decoding.
         k = tl.where((t >= base)[:, None], new, codes.to(tl.float32) * step + zero)
         tl.store(LOGITS + t, tl.where((t >= low) & (t <= high), tl.sum(k * q, 1) * SCALE, float("-inf")))
     # Written by some threads of this program, read by others.
@@ -200,7 +200,7 @@ def newest_scores(
 
 @triton.jit
 def largest_norm(RECENT, recent_t, t, seen, D: tl.constexpr):
-    """max_t |x_t|_2 of newest tokens, not below the exact one."""
+    """Return an upper bound on max_t |x_t|_2 over the newest tokens that are ``seen``."""
     x = tl.load(RECENT + t[:, None] * recent_t + tl.arange(0, D)[None, :], mask=seen[:, None], other=0.0).to(tl.float32)
     return norm_above(tl.max(tl.sum(x * x, 1), 0))
 
@@ -209,7 +209,7 @@ def largest_norm(RECENT, recent_t, t, seen, D: tl.constexpr):
 def deviations(
     CHANNELS, PEAK, WEIGHT, DELTA, OWN, at, of_row, live, unseen, alone, kappa, mu, query_norm, SCALE: tl.constexpr, D: tl.constexpr,
 ):
-    """How far logits of blocks and rows [blocks, rows] may be off: of codes and of originals. What nobody sees is written as nothing."""
+    """Write the deviations of logits of blocks and rows [blocks, rows], from codes and from originals; reset hidden blocks to no mass."""
     channels = tl.load(CHANNELS + at, mask=live & (alone == 0), other=0.0).to(tl.float64)
     own = rounding(0.0, 0.0, mu, 0.0, query_norm, SCALE, D + 4.0)
     delta = coded(0.0, channels, kappa, mu, 0.0, query_norm, SCALE, D + 8.0)
@@ -221,7 +221,7 @@ def deviations(
 
 @triton.jit
 def note(NOTES, place, kappa, mu, eta, nu, mask):
-    """The norms of blocks where every kernel finds them."""
+    """Store the norms of blocks in NOTES, which all other kernels read."""
     tl.store(NOTES + place * 4, kappa, mask=mask)
     tl.store(NOTES + place * 4 + 1, mu, mask=mask)
     tl.store(NOTES + place * 4 + 2, eta, mask=mask)
@@ -238,11 +238,13 @@ def key_scores(
     SPAN: tl.constexpr, PER_PAGE: tl.constexpr, KEY_NOTE: tl.constexpr, OF_STEP: tl.constexpr, OF_ZERO: tl.constexpr,
     OF_ONE: tl.constexpr, HAS_LO: tl.constexpr, HAS_SINK: tl.constexpr, PACKED: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """``span`` of one kv head's blocks, SPAN at most, ROW_TILE rows: logits, of each block their sums and how far they may be off; notes.
+    """Score ``span`` (at most SPAN) blocks of one kv head for ROW_TILE rows: logits, each block's masses, deviations and notes.
 
-    The last program of a head has the blocks with newest tokens, whose mu and nu it measures where they are the window's from their first
-    token on. It also writes what the other kernels of a step take as given: AT, each row's sink in float32, the norm of its query, and
-    that nothing is damaged. Every block of the planes is written, those that a row does not see as nothing.
+    The last program of a head has the blocks with newest tokens; it measures mu and nu of those wholly in the window. It also writes the
+    other
+    kernels' inputs: AT, each row's sink in float32, the norm of its query, and DAMAGED = 0. Every block of the planes is written; those
+    that a
+    row does not see get no mass.
     """
     pair = tl.program_id(1)
     b = (pair // K).to(tl.int64)
@@ -276,11 +278,11 @@ def key_scores(
     q_even = every_other(queries, q_h, q_s, r0, 0, D, S, ROWS)
     q_odd = every_other(queries, q_h, q_s, r0, 1, D, S, ROWS)
     size, reciprocal = octave(tl.max(tl.maximum(tl.abs(q_even), tl.abs(q_odd)), 0), 1)
-    # What is too large for float32 sums of products anyway: no number, in fixed point either.
+    # Queries too large for float32 sums of products become NaN, since fixed point would hide the overflow.
     reciprocal = tl.where(size >= 2.0**126, float("nan"), reciprocal)
     q_even = q_even * reciprocal[None, :]
     q_odd = q_odd * reciprocal[None, :]
-    # Of numbers below two: nothing overflows, and what is flushed is nothing beside the largest.
+    # Of numbers below two: nothing overflows, and flushed terms are negligible against the largest.
     query_norm = norm_above(tl.sum(q_even * q_even + q_odd * q_odd, 0)).to(tl.float64) * size.to(tl.float64)
     if tl.program_id(0) < tl.num_programs(0) - 1:
         words = of_heads.to(tl.pointer_type(tl.uint16), bitcast=True)

@@ -1,7 +1,7 @@
 """Promotion of keys without a sort, and of values by the local rule, for certified attention: see ``certified``.
 
-    select_blocks  one row: which blocks it promotes, as flags and as a list
-    unite_blocks   behind it where the query heads of a kv head share one selection: one row's flags and list of the union of theirs
+    select_blocks  one row: the blocks that it promotes, as flags and as a list
+    unite_blocks   after it, if the query heads of a kv head share one selection: one row's flags and list of their union
 """
 
 # mypy: disable-error-code="no-untyped-def,assignment"
@@ -22,20 +22,20 @@ LARGEST_DELTA = tl.constexpr(promotion.LARGEST_DELTA)
 
 @triton.jit
 def gap_of(peak, top, live):
-    """How far a block's largest logit is below the head's, float64, and that nothing is there as a number whose exp is zero."""
+    """Return how far a block's largest logit is below the head's, float64; -1e4, whose exp is zero, for hidden blocks."""
     apart = peak.to(tl.float64) - top.to(tl.float64)
     return tl.where(live, tl.where(apart < -1e4, -1e4, apart), -1e4)
 
 
 @triton.jit
 def in_fours(blocks):
-    """How many blocks, as the compiler sees that they are a page's blocks times something: four of float32 are then read at once."""
+    """Return the number of blocks, always a multiple of four, in a form that tells the compiler so: it then loads four float32 at once."""
     return blocks // 4 * 4
 
 
 @triton.jit
 def drawn_before(clock, b, k, q):
-    """``certified.promotion.chance`` of a row's place, before that of a block: its lowest 32 bits, which are all it depends on."""
+    """Return the hash of ``certified.promotion.chance`` over a row's indices, before that of a block: its lowest 32 bits, which suffice."""
     x = clock.to(tl.int64).to(tl.uint32) * 0x27D4EB2F
     x = mixed_with(x, b)
     x = mixed_with(x, k)
@@ -44,14 +44,14 @@ def drawn_before(clock, b, k, q):
 
 @triton.jit
 def mixed_with(x, place):
-    """A hash with a coordinate of a place."""
+    """Return a hash mixed with the next index."""
     x = (x ^ (place + 1).to(tl.uint32)) * 0x9E3779B1
     return x ^ (x >> 15)
 
 
 @triton.jit
 def draw(before, n):
-    """The rest of it: ``chance`` times 2^32."""
+    """Return ``chance`` times 2^32 of block n, from the hash of its row."""
     x = mixed_with(before, n)
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x046CA68B
@@ -60,7 +60,7 @@ def draw(before, n):
 
 @triton.jit
 def drawn_of(EXPLORED, place, kept, before, n, blocks, EXPLORE: tl.constexpr):
-    """Which of the ``kept`` blocks n of a row are explored, and flagged as that."""
+    """Draw the random subset of unselected blocks to check against originals, and store its flags."""
     explored = kept & (draw(before, n) < EXPLORE)
     tl.store(EXPLORED + place, explored.to(tl.int8), mask=n < blocks)
     return explored
@@ -68,9 +68,9 @@ def drawn_of(EXPLORED, place, kept, before, n, blocks, EXPLORE: tl.constexpr):
 
 @triton.jit
 def listed(LIST, before, first, chosen):
-    """Put those of the blocks from ``first`` on that are chosen, in their order, into a row's list behind ``before``; how many there are.
+    """Append the chosen ones of the blocks from ``first`` on to a row's list that has ``before`` entries; returns its new length.
 
-    Runs of RUN are added up first, each within a warp: one sum over everything would go through all warps run by run.
+    Runs of RUN blocks are summed first, each within a warp: one sum over all would pass through all warps run by run.
     """
     RUN: tl.constexpr = min(128, chosen.shape[0])
     RUNS: tl.constexpr = chosen.shape[0] // RUN
@@ -85,32 +85,32 @@ def listed(LIST, before, first, chosen):
 
 @triton.jit
 def mass_of(peak, weight, top, live):
-    """The mass of blocks relative to the largest logit, float32; zero where nothing is seen."""
+    """Return the mass of blocks relative to the largest logit, float32; zero for hidden blocks."""
     return tl.where(live, weight, 0.0) * exp_of(tl.where(live, peak - top, LOWEST))
 
 
 @triton.jit
 def one_over(total):
-    """The reciprocal of a float64 sum as float32, of what is nothing a large number."""
+    """Return the reciprocal of a float64 sum as float32; a large number for sums near zero."""
     return (1.0 / tl.where(total < 1e-30, 1e-30, total)).to(tl.float32)
 
 
 @triton.jit
 def raised_by(delta):
-    """exp(delta) of a deviation that bounds something, above the exact one by what float32 rounds."""
+    """Return exp(delta) rounded up, float32; ``delta`` is cut at LARGEST_DELTA."""
     return tl.exp(tl.where(delta > LARGEST_DELTA, LARGEST_DELTA, delta)) * (1.0 + 2.0**-18)
 
 
 @triton.jit
 def share_at_most(mass, raised, delta, of_least, coded):
-    """The largest share of the exact mass that blocks of codes may have, float32; one where the deviation bounds nothing. NaN stays."""
+    """Return an upper bound on each encoded block's share of the exact mass, float32; one if its deviation bounds nothing. NaN stays."""
     share = mass * raised * of_least
     return tl.where(coded, tl.where((share > 1.0) | (delta > LARGEST_DELTA), 1.0, share), 0.0)
 
 
 @triton.jit
 def flag_explored(VALUES, place, n, blocks, explored):
-    """Flag the blocks that are explored too; each thread reads what it has written."""
+    """Add the explored blocks to the flags in VALUES; each thread reads only flags that it has written."""
     flagged = (tl.load(VALUES + place, mask=n < blocks, other=0) != 0) | explored
     tl.store(VALUES + place, flagged.to(tl.int8), mask=n < blocks)
 
@@ -120,8 +120,9 @@ def shares_of_row(
     PEAK, WEIGHT, DELTA, NOTES, TOP, ORDER, SURE, TERM, VALUES, blocks, high, low, base, sink, V_TOL: tl.constexpr, WIDEN: tl.constexpr,
     CERTAIN: tl.constexpr, CHUNK: tl.constexpr,
 ):
-    """Write what one row's blocks are promoted for, by pointers to the row, and its TOP. Return how many candidates there are, and an edge
-    that no bits of their ORDER reach.
+    """Write the amounts that decide the promotion of one row's blocks, and its TOP; return the number of candidates, and an edge.
+
+    The pointers are to the row's own entries. The edge: int32 bits that none of the row's ORDER reaches.
     """
     i = tl.arange(0, CHUNK)
     tops = tl.full([CHUNK], float("-inf"), tl.float32)
@@ -160,7 +161,7 @@ def shares_of_row(
         delta = tl.load(DELTA + n, mask=live, other=0.0)
         mass = mass_of(peak, weight, top, live)
         share = mass * of_all
-        # What is no number stands first, and is one.
+        # NaN becomes infinity and comes first.
         share = tl.where(coded, tl.where(share == share, share, float("inf")), -1.0)
         tl.store(ORDER + n, share, mask=n < blocks)
         largest = tl.maximum(largest, share.to(tl.int32, bitcast=True))
@@ -181,7 +182,7 @@ def shares_of_row(
 def drawn_and_listed(
     chosen, coded, ORDER, READ, EXPLORED, VALUES, LIST, n, blocks, first, count, before, tail, drawn, EXPLORE: tl.constexpr,
 ):
-    """Draw what is explored of one piece of a row beside what is ``chosen``; write its flags and list, and go on with the row's sums."""
+    """Draw the explored blocks of one chunk of a row besides the ``chosen`` ones; write flags and list; return the row's updated sums."""
     kept = coded & (chosen == 0)
     if EXPLORE > 0:
         explored = drawn_of(EXPLORED, n, kept, before, n, blocks, EXPLORE)
@@ -200,7 +201,7 @@ def unite_blocks(
     ORDER, CHOSEN, READ, EXPLORED, VALUES, LIST, LISTED, STATS, AT, CLOCK, blocks,
     EXPLORE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, CHUNK: tl.constexpr,
 ):
-    """One row's READ: the blocks that any query head of its kv head has CHOSEN at the same position, and those explored."""
+    """Write one row's READ: the blocks that any query head of its kv head has CHOSEN for the same query, and the explored ones."""
     r = tl.program_id(0)
     rows: tl.constexpr = G * S
     at = AT + r // (rows * K) * (2 * S + 1)
@@ -237,19 +238,20 @@ def select_blocks(
     CERTAIN: tl.constexpr, WIDEN: tl.constexpr, EXPLORE: tl.constexpr, KEEP: tl.constexpr, K: tl.constexpr, G: tl.constexpr,
     S: tl.constexpr, CHUNK: tl.constexpr,
 ):
-    """Which blocks of one row's codes are promoted to original keys, as flags; which others are read to be compared; whose values are.
+    """Choose the blocks of one row that are promoted to original keys, the others that are read to be checked, and the promoted values.
 
-    As many of the largest as must leave so that the shares of the rest add up to at most COVER, from LEAST to MOST. More, up to
-    MOST_WIDENED, where that makes the rest at most COVER of the exact mass too (CERTAIN), and so that the rest adds at most BUDGET to the
-    key bound (WIDEN). COVER below zero: all. EXPLORE: the other blocks whose draw, of 2^32, is below it are read too: EXPLORED, and in
-    CHOSEN beside the promoted ones. VALUES: blocks that may add more than V_TOL to the value bound, and those explored.
+    Keys: the least number of largest shares, from LEAST to MOST, such that the shares of the rest sum to at most COVER. More, up to
+    MOST_WIDENED, if that makes the rest at most COVER of the exact mass too (CERTAIN), and so that the rest adds at most BUDGET to the
+    key bound (WIDEN). COVER below zero: all. EXPLORE: other blocks whose draw, of 2^32, is below it are read too; they are flagged in
+    EXPLORED,
+    and in CHOSEN like promoted ones. VALUES: blocks that may add more than V_TOL to the value bound, and explored ones.
 
-    LIST [rows, N] has all those of CHOSEN in their order, LISTED of them. STATS [rows, 3]: whether widened, the tail's mass, how many are
-    explored. TOP: the largest logit by codes, which ``exact_scores`` may raise; what all weights are relative to from here on.
-    KEEP: leave the list and what is explored to ``unite_blocks``, and the shares with it, ORDER.
+    LIST [rows, N] holds the LISTED blocks of CHOSEN in their order. STATS [rows, 3]: whether widened, the tail's mass, the number of
+    explored blocks. TOP: the largest logit by codes, which ``exact_scores`` may raise; all later weights are relative to it.
+    KEEP: leave the list and the draw to ``unite_blocks``, which also uses the shares in ORDER.
 
-    A row is read CHUNK blocks at a time, however many it has: a step must not cost more for a cache with room for one page more. Budgets
-    are constants, since an operand would be float32. Shares are estimates that blocks are ordered by: float32, of which one
+    A row of any length is read in chunks of CHUNK blocks: the cost of a step must not jump when a cache has room for one more page. Budgets
+    are constants, since an operand would be float32. Shares only order the blocks, so they are float32, of which one
     multiprocessor's first cache holds a long row. ORDER and SURE (float32) and TERM (float64) are scratch.
     """
     r = tl.program_id(0)

@@ -1,14 +1,14 @@
-"""The scratch of certified attention: originals in host memory that were asked for lately, in device memory.
+"""The scratch of certified attention: a cache in device memory of recently requested originals from host memory.
 
-    stage_blocks  once for keys, behind ``select_blocks``, and once for values: copies what is asked for and not there, and says where
-    ``exact_scores`` or ``weighted_originals`` finds each block
+    stage_blocks  once for keys, after ``select_blocks``, and once for values: copies requested blocks that are not cached, and writes
+    where ``exact_scores`` or ``weighted_originals`` finds each block
 
-A scratch has whole sets of 16 slots, and block n belongs to set n modulo their number, so blocks side by side are in different sets. One
-program has one set of one kv head, and no other ever writes its slots or its blocks' places, so there is nothing to wait for. A block is
-in slot s of its set if its place says s + 1. That it is there as it is in tier 2: a place is set only here, with a copy; it is cleared
-here, when the slot is given to another block; and whoever writes a block's originals writes zero to its place (``schemes.certified``).
-Slots go to blocks that are promoted, never to those explored, which are drawn anew at every step; first the free ones, then those asked
-for longest ago. What finds none is read where it is.
+A scratch has sets of 16 slots, and block n belongs to set n modulo their number, so neighbouring blocks are in different sets. One
+program has one set of one kv head, and no other program writes its slots or its blocks' entries of ``places``, so no synchronisation is
+needed. A block is in slot s of its set if its entry is s + 1. A cached copy always equals tier 2: an entry is set only here, with the copy;
+it is cleared here, when the slot is given to another block; and an append that writes a block's originals writes zero to its entry
+(``certified.scheme``). Slots go to promoted blocks, never to explored ones, which are drawn anew at every step; free slots first, then the
+least recently used. A block without a slot is read from host memory.
 """
 
 # mypy: disable-error-code="no-untyped-def,assignment"
@@ -24,21 +24,21 @@ from kvcompile.extensions.certified.kernels.certified import BLOCK
 
 SET = tl.constexpr(certified.SET)
 AT_ONCE = tl.constexpr(4)
-"""Blocks that are on their way to a program at once."""
+"""Block copies that a program keeps in flight."""
 
 CHUNK = tl.constexpr(64)
-"""Blocks of a set that are looked at at once."""
+"""Blocks of a set that are processed at a time."""
 
 
 @triton.jit
 def rows_of_slot(SCRATCH, n, sets, slot, D: tl.constexpr):
-    """Where the slot of a block begins, of one kv head of one batch row."""
+    """Return a pointer to the slot of block n in the scratch of one kv head of one batch row."""
     return SCRATCH + ((n % sets) * SET + slot).to(tl.int64) * (BLOCK * D)
 
 
 @triton.jit
 def asked_for(READ, EXPLORED, pair, n, blocks, ROWS: tl.constexpr, ROWS2: tl.constexpr, EXPLORE: tl.constexpr):
-    """By how many rows each block is asked for, and which of them are promoted."""
+    """Return the number of rows that request each block, and whether it is promoted by any of them."""
     r = tl.arange(0, ROWS2)
     inside = (n < blocks)[None, :] & (r < ROWS)[:, None]
     flags = (pair * ROWS + r).to(tl.int64)[:, None] * blocks + n[None, :]
@@ -51,18 +51,20 @@ def asked_for(READ, EXPLORED, pair, n, blocks, ROWS: tl.constexpr, ROWS2: tl.con
 
 @triton.jit
 def turns(last, kept):
-    """In which turn each slot [SET] is given away, those that are not ``kept`` by when they were used ``last``; and whether it can be."""
+    """Return the eviction rank of each slot of a set (least recently used first, ``kept`` ones last), and whether it may be evicted."""
     slot = tl.arange(0, SET)
-    # No two are the same: a step's number, and then the slot's.
+    # Distinct for all slots: the step of last use, then the slot's index.
     order = tl.where(kept == 0, last.to(tl.int64) * SET + slot, 2**62)
     return tl.sum((order[None, :] < order[:, None]).to(tl.int32), 1), kept == 0
 
 
 @triton.jit
 def given(holds, place, misses, before, turn, free, count):
-    """The places of blocks [CHUNK] from now on, and which of them each slot [SET] is to be filled with, as an index, -1 for none.
+    """Assign missing blocks to evictable slots. Returns each block's slot + 1, and for each slot the block to copy in, -1 for none.
 
-    ``before`` blocks of the set stood ahead of these, ``count`` in all get a slot if there is one.
+    ``before``: missing blocks of the set in earlier chunks; ``count``: missing blocks of the set in all. A block to copy in is an index in
+    the
+    chunk.
     """
     i = tl.arange(0, CHUNK)
     slot = tl.arange(0, SET)
@@ -81,10 +83,10 @@ def stage_blocks(
     D: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, ROWS2: tl.constexpr, PER_PAGE: tl.constexpr, EXPLORE: tl.constexpr,
     COUNTS_STEPS: tl.constexpr, FOUND: tl.constexpr, FETCHED: tl.constexpr, BYTES: tl.constexpr,
 ):
-    """One set of one kv head. READ [rows, N] asks for blocks, EXPLORED for some of them; HELD: its first element is the step's number.
+    """Stage the blocks of one set of one kv head. READ [rows, N] requests blocks, EXPLORED some of them; HELD[0] is the step's number.
 
-    FOUND_AT, int32 [B, K, N]: the slot of each block that is asked for, -1 where it is read from ORIGINALS. PLACES: see
-    ``schemes.certified``. COUNTS_STEPS: HELD is the telemetry, FOUND, FETCHED and BYTES its columns.
+    FOUND_AT, int32 [B, K, N]: the slot of each requested block, -1 if it is to be read from ORIGINALS. PLACES: see
+    ``certified.scheme``. COUNTS_STEPS: HELD is the telemetry, FOUND, FETCHED and BYTES its columns.
     """
     group = tl.program_id(0)
     pair = tl.program_id(1)
@@ -128,9 +130,9 @@ def stage_blocks(
             source = tl.where(index >= 0, first + index * sets, source)
             before += tl.sum(misses.to(tl.int32), 0)
             there += tl.sum((asked & (place > 0)).to(tl.int32), 0)
-            # What is not in the scratch is read by every row that asks for it.
+            # A block that is not in the scratch is read by every row that requests it.
             fetched += tl.sum(tl.where(asked & (then == 0), times, 0), 0) + tl.sum((misses & (then > 0)).to(tl.int32), 0)
-            # Nobody's place is changed before all of them are read.
+            # All threads must have read the entries before any of them is changed.
             tl.debug_barrier()
             tl.store(places, then, mask=(n < blocks) & (then != place))
             tl.store(places + 1, step + i * 0, mask=asked & (then > 0))

@@ -1,9 +1,9 @@
-"""The leading ones of a row in memory, of any length and without a sort, for ``select_blocks`` and ``spend_value_budget``.
+"""The leading entries of a row in memory, of any length and without a sort, for ``select_blocks`` and ``spend_value_budget``.
 
-ORDER holds what a row is ordered by, float32, -1 of what is no candidate. Bits of nonnegative floats, int32, are ordered as the floats are,
-and below zero stands what is no candidate. An edge is looked for between two that are known to be too low and too high. A pass sums over
-the row, which one multiprocessor has in its first cache by then: passes are what costs. They begin in the range
-of a factor of 256 below the largest, where the edge mostly is, and end as soon as nobody but what is wanted stands between the two.
+ORDER holds the keys of the order, float32, -1 for a block that is no candidate. The int32 bits of nonnegative floats are ordered as the
+floats are, and non-candidates are below zero. A threshold (edge) is bisected between one known to be too low and one too high. A pass sums
+over the row, which the multiprocessor's first cache holds by then: the number of passes determines the time. The bisection begins in the
+range of a factor of 256 below the largest, which mostly contains the threshold, and ends as soon as no other candidate is between the two.
 """
 
 # mypy: disable-error-code="no-untyped-def,assignment"
@@ -15,18 +15,18 @@ import triton
 import triton.language as tl
 
 NEAR = tl.constexpr(1 << 26)
-"""How far two floats' bits are apart where one is 256 times the other."""
+"""The difference of two floats' bits if one is 256 times the other."""
 
 
 @triton.jit
 def bits_of(ORDER, n, blocks):
-    """The bits of blocks n."""
+    """Load the order keys of blocks n as bits."""
     return tl.load(ORDER + n, mask=n < blocks, other=-1.0).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def reaching(ORDER, blocks, edge, CHUNK: tl.constexpr):
-    """How many reach an edge."""
+    """Return the number of entries at or above an edge."""
     i = tl.arange(0, CHUNK)
     count = tl.zeros([CHUNK], tl.int32)
     for first in range(0, blocks, CHUNK):
@@ -36,7 +36,7 @@ def reaching(ORDER, blocks, edge, CHUNK: tl.constexpr):
 
 @triton.jit
 def below(ORDER, AMOUNT, blocks, edge, CHUNK: tl.constexpr):
-    """Sum the amounts of the candidates below an edge, in float64, and return how many reach it; the largest of those amounts."""
+    """Return the float64 sum of the candidates' amounts below an edge, the number of entries that reach it, and the largest summed."""
     i = tl.arange(0, CHUNK)
     count = tl.zeros([CHUNK], tl.int32)
     amounts = tl.zeros([CHUNK], tl.float64)
@@ -54,15 +54,16 @@ def below(ORDER, AMOUNT, blocks, edge, CHUNK: tl.constexpr):
 
 @triton.jit
 def middle(low, high):
-    """The next edge to look at."""
+    """Return the next edge to try."""
     return tl.maximum(low + (high - low) // 2, high - NEAR)
 
 
 @triton.jit
 def edge_of_count(ORDER, blocks, count, low, reach_low, high, reach_high, CHUNK: tl.constexpr):
-    """Edges next to the ``count``-th largest, and how many reach each: the first just ``count``, or it is that of several equal ones.
+    """Bisect for the ``count``-th largest entry. Returns the edges around it, and how many entries reach each.
 
-    ``low`` is reached by at least ``count``, ``high`` by fewer (or, where ``count`` is zero, by nobody).
+    The first edge is reached by exactly ``count`` entries, unless equal ones straddle the count. ``low`` is reached by at least ``count``,
+    ``high`` by fewer (or, if ``count`` is zero, by none).
     """
     while (reach_low > count) & (high - low > 1) & (count > 0):
         edge = middle(low, high)
@@ -77,12 +78,15 @@ def edge_of_count(ORDER, blocks, count, low, reach_low, high, reach_high, CHUNK:
 
 @triton.jit
 def edge_of_tail(ORDER, AMOUNT, blocks, low, reach_low, high, reach_high, BUDGET: tl.constexpr, CHUNK: tl.constexpr):
-    """The highest edge below which candidates amount to at most BUDGET, or one that as many reach; and how many do. ``low`` is one."""
+    """Bisect for the highest edge whose tail sums to at most BUDGET. Returns it, or one as many candidates reach, and how many reach it.
+
+    ``low``: an edge whose tail fits.
+    """
     amount, _reach, _largest = below(ORDER, AMOUNT, blocks, high, CHUNK)
     fits = amount <= BUDGET
     low = tl.where(fits, high, low)
     reach_low = tl.where(fits, reach_high, reach_low)
-    # Of a single one between the two it is known that it must leave.
+    # One candidate left between the thresholds: it exceeds the budget, so stop.
     while (reach_low - reach_high > 1) & (high - low > 1):
         edge = middle(low, high)
         amount, reach, _largest = below(ORDER, AMOUNT, blocks, edge, CHUNK)
@@ -96,7 +100,7 @@ def edge_of_tail(ORDER, AMOUNT, blocks, low, reach_low, high, reach_high, BUDGET
 
 @triton.jit
 def edge_at(low, reach_low, high, reach_high, count):
-    """The lowest edge that at most ``count`` reach, of what ``edge_of_count`` found, and how many do."""
+    """Return the lowest edge that at most ``count`` entries reach, given the result of ``edge_of_count``, and how many reach it."""
     return tl.where(reach_low == count, low, high), tl.where(reach_low == count, reach_low, reach_high)
 
 
@@ -104,10 +108,11 @@ def edge_at(low, reach_low, high, reach_high, count):
 def certain_count(
     ORDER, SURE, blocks, count, edge, available, top, COVER: tl.constexpr, MOST_WIDENED: tl.constexpr, CHUNK: tl.constexpr,
 ):
-    """How many must leave so that the rest is at most COVER of the exact mass too, zero where more than MOST_WIDENED must.
+    """Return how many blocks to promote so that the rest is at most COVER of the exact mass too; 0 without a need or a way.
 
-    ``count`` of them reach ``edge``; SURE: the largest exact shares. Where that is enough, or the largest behind it as often as there are
-    further ones are not, it takes one pass to know.
+    There is no need if ``count`` blocks, those that reach ``edge``, are enough, and no way if MOST_WIDENED are not. SURE: upper bounds on
+    exact
+    shares. One pass decides both if the largest remaining share, times the further blocks allowed, cannot close the gap.
     """
     sure = available * 0
     left, _reach, largest = below(ORDER, SURE, blocks, edge, CHUNK)
@@ -127,16 +132,18 @@ def leading(
     ORDER, SURE, TERM, blocks, available, top, COVER: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, BUDGET: tl.constexpr,
     MOST_WIDENED: tl.constexpr, CERTAIN: tl.constexpr, WIDEN: tl.constexpr, CHUNK: tl.constexpr,
 ):
-    """Edge, ties and widened: ``select_blocks`` promotes who reaches the edge, and ``ties`` of those just below it, in their order.
+    """Return edge, ties, tied, widened. Leading are the entries that reach the edge, and the first ``ties`` of those equal to ``tied``.
 
-    ``available``: candidates; ``top``: an edge that nobody reaches. COVER of one and more is all there is.
+    ``available``: number of candidates; ``top``: an edge that none reaches. With COVER >= 1 the rest may hold everything; with COVER < 0
+    all
+    candidates lead. LEAST, MOST and MOST_WIDENED limit their number.
     """
     nothing = available * 0
     low, reach_low, high, reach_high = nothing, available, top, nothing
     if COVER >= 1:
         count = tl.minimum(nothing + LEAST, MOST)
     elif COVER >= 0:
-        # Mostly MOST is what counts, so its edge is looked for first. Is what stays beyond it too much already?
+        # The count is mostly MOST, so its edge is bisected first. If the rest beyond it fits, fewer may be enough.
         count = tl.minimum(available, MOST)
         low, reach_low, high, reach_high = edge_of_count(ORDER, blocks, count, low, reach_low, high, reach_high, CHUNK)
         edge, reach = edge_at(low, reach_low, high, reach_high, count)
@@ -172,7 +179,7 @@ def leading(
 
 @triton.jit
 def led(bits, edge, ties, tied):
-    """Which of some blocks stand first, and how many of the ``ties`` are left for the blocks behind them."""
+    """Return whether each block is among the leading ones, and how many of the ``ties`` are left for later blocks."""
     chosen = bits >= edge
     if ties > 0:
         equal = ((bits == tied) & (bits < edge)).to(tl.int32)

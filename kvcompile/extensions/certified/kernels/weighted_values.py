@@ -2,15 +2,15 @@
 
 ``weighted_values`` multiplies values decoded from codes on tensor cores. A value is decoded to float16 by one fused multiply-add; a weight
 exp(logit - TOP), times 2^14, is two float16 numbers, the second one times 2^11. Products of those are exact, so all rounding is known:
-of the value once (``bounds.HALF_STEP``), of the weight by 2^-22 of it, of sums as ``bounds.TENSOR_STEP`` says. That tensor cores take
-subnormal float16 numbers for what they are, as ``bit_tricks`` also relies on, is what is measured, not promised:
-``tests/gpu/test_gpu_certified.py`` holds a device's sums to these bounds. A turn's sums are accumulators of their own, which are added
-to the split's in float32: no chain of truncations is longer than a turn.
+of the value once (``bounds.HALF_STEP``), of the weight by 2^-22 of it, of sums by ``bounds.TENSOR_STEP``. That tensor cores do not flush
+subnormal float16 numbers, on which ``bit_tricks`` also relies, is measured, not documented:
+``tests/gpu/test_gpu_certified.py`` holds a device's sums to these bounds. Each tile has accumulators of its own, which are added
+to the split's in float32: no chain of truncations is longer than a tile.
 
-Values that are no codes (``values=full``) are what the model made, bfloat16 or float16, which tensor cores multiply as tf32 exactly;
-a weight is two tf32 numbers then, and what it loses is as little.
+Values that are not encoded (``values=full``) are bfloat16 or float16, which tensor cores multiply exactly as tf32;
+a weight is then two tf32 numbers, with as little loss.
 
-``weighted_originals`` is float32: few blocks of originals, and the window. What takes time is latency, as in ``exact_scores``.
+``weighted_originals`` is float32: few blocks of originals, and the window. Latency determines its time, as in ``exact_scores``.
 """
 
 # mypy: disable-error-code="no-untyped-def,assignment"
@@ -27,39 +27,39 @@ from kvcompile.extensions.certified.kernels.certified import BLOCK, above, doubt
 from kvcompile.extensions.certified.kernels.stage_blocks import rows_of_slot
 
 TURN_VALUES = 32 * 128
-"""Values that ``weighted_values`` takes at once: tokens of a turn times channels. More have no room in the registers of a warp."""
+"""Values that ``weighted_values`` processes at a time, tokens of a tile times channels: more do not fit the registers of a warp."""
 
 AHEAD = tl.constexpr(256)
-"""Blocks whose flags ``weighted_originals`` looks at at once: a program without any ends after one load."""
+"""Blocks whose flags ``weighted_originals`` loads at a time: a program without any ends after one load."""
 
 NEAR = tl.constexpr(4)
-"""Blocks side by side in the share of one of its programs: promoted ones lie close to each other, and a program takes them in turn."""
+"""Neighbouring blocks in the share of one of its programs: promoted ones are close to each other, and a program reads them in turn."""
 
 RAISED = tl.constexpr(2.0**14)
-"""What a weight is multiplied by: the largest is far from float16's largest, what is below its least normal one has weight 2^-28."""
+"""Factor of the weights: the largest is far from float16's largest, and float16's least normal number stands for a weight of 2^-28."""
 
 APART = tl.constexpr(2.0**11)
-"""What a weight's second number is multiplied by: it is as large as the first one then."""
+"""Factor of a weight's second number, which makes it as large as the first."""
 
 SIXTEEN = tl.constexpr("lop3.b32 s, $1, 0x000f000f, 0x64006400, 0xea; mov.b32 t, 0xe400e400; add.rn.f16x2 s, s, t;")
-"""The low nibbles of two bytes as float16 numbers, exactly: 1024 + code are the bits of a code beside those of 1024."""
+"""PTX for the low nibbles of two bytes as float16, exactly: the bits of 1024 or'ed with a code are 1024 + code."""
 
 OF_HIGH = tl.constexpr(
     "lop3.b32 s, $1, 0x00f000f0, 0x64006400, 0xea; mov.b32 t, 0x2c002c00; mov.b32 u, 0xd400d400; fma.rn.f16x2 s, s, t, u;"
 )
-"""The high nibbles: (1024 + 16 code) / 16 - 64."""
+"""PTX for the high nibbles: (1024 + 16 code) / 16 - 64."""
 
 
 def turn_of(page: int, width: int) -> int:
-    """Tokens of a turn where pages have that many rows and values that many channels, a power of two: no turn lies in two pages."""
+    """Return the tokens of a tile, a power of two, for pages of ``page`` rows and values of ``width`` channels: no tile spans two pages."""
     return math.gcd(page, max(BLOCK.value, min(64, TURN_VALUES // width)))
 
 
 @triton.jit
 def decoded(words, step, zero, HIGH: tl.constexpr, SECOND: tl.constexpr, PACKED: tl.constexpr):
-    """The code of a word of two bytes (in the SECOND byte; its HIGH nibble) times step plus zero, float16.
+    """Return the code of a two-byte word (in the SECOND byte; its HIGH nibble) times step plus zero, float16.
 
-    PACKED: two words at a time, by one rounding. Else as plain Triton, for the interpreter, whose float32 sum is rounded first.
+    PACKED: two words at a time, with one rounding. Else plain Triton, for the interpreter, whose float32 sum is rounded before.
     """
     if PACKED:
         if SECOND:
@@ -76,8 +76,8 @@ def decoded(words, step, zero, HIGH: tl.constexpr, SECOND: tl.constexpr, PACKED:
 
 @triton.jit
 def left_of(READ, rows, first, stop, blocks, T: tl.constexpr):
-    """Zero where a row's blocks are codes to it, one where they are flagged. In float32: flags would decide how tensor cores are fed."""
-    # Eight tokens are what one thread has.
+    """Return 1.0 for tokens whose block is read from originals, else 0.0. float32: an int8 mask would change the dot operands' layout."""
+    # One thread has eight tokens.
     t = first + 8 * tl.arange(0, T // 8)
     taken = tl.load(READ + rows[:, None] * blocks + (t // BLOCK)[None, :], mask=(t < stop)[None, :], other=1)
     return tl.reshape(tl.broadcast_to((taken != 0).to(tl.float32)[:, :, None], [4, T // 8, 8]), [4, T])
@@ -85,7 +85,7 @@ def left_of(READ, rows, first, stop, blocks, T: tl.constexpr):
 
 @triton.jit
 def weights_of(LOGITS, rows, top, taken, t, start, stop, blocks):
-    """Weights of four rows as two numbers each, float16 [tokens, 8]: sums of the first APART times those of the second are RAISED."""
+    """Return weights of four rows as two numbers each, float16 [tokens, 8]: RAISED times a weight is the first plus second / APART."""
     seen = (t >= start) & (t < stop)
     logit = tl.load(LOGITS + rows[:, None] * blocks * BLOCK + t[None, :], mask=seen[None, :], other=float("-inf"))
     weight = exp_of(tl.where(taken == 0, logit, float("-inf")) - top[:, None]) * RAISED
@@ -96,14 +96,14 @@ def weights_of(LOGITS, rows, top, taken, t, start, stop, blocks):
 
 @triton.jit
 def spread(scales, WORDS: tl.constexpr):
-    """Scales [tokens, groups] for the words that they belong to."""
+    """Return scales [tokens, groups] repeated for the words of each group."""
     each: tl.constexpr = WORDS // scales.shape[1]
     return tl.reshape(tl.broadcast_to(scales[:, :, None], [scales.shape[0], scales.shape[1], each]), [scales.shape[0], WORDS])
 
 
 @triton.jit
 def added(total, values, weights, one):
-    """A turn's sums and the split's. Times a one that is no constant: a plain sum could become their accumulator, a longer chain."""
+    """Return a tile's sums plus the split's. The factor ``one`` is no constant: a plain sum could become the accumulator's chain."""
     return tl.fma(tl.dot(tl.permute(values, (1, 0)), weights), tl.zeros(total.shape, tl.float32) + one, total)
 
 
@@ -113,17 +113,17 @@ def weighted_codes(
     DV: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr, T: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """Tokens from ``first`` (a multiple of T) up to ``end``, but for blocks that are flagged. Weights are made one turn ahead."""
+    """Write the sums over tokens from ``first`` (a multiple of T) up to ``end`` without flagged blocks; weights are made a tile ahead."""
     WORDS: tl.constexpr = DV // 4
     RUNS: tl.constexpr = DV // GROUP
     lane = tl.arange(0, T)
     run = tl.arange(0, RUNS // 2)
     word = tl.arange(0, WORDS)
-    # Rows beyond the tile's are computed and left out.
+    # Rows beyond the tile's are computed and not stored.
     rows = heads + tl.minimum(r0 + tl.arange(0, 4), ROWS - 1)
     top = tl.load(TOP + rows)
     words_of = CODES.to(tl.pointer_type(tl.uint16), bitcast=True)
-    # No position is below zero, which a compiler does not know.
+    # No position is below zero, which the compiler does not know.
     one = (start >= 0).to(tl.float32)
     low_even = tl.zeros([WORDS, 8], tl.float32)
     low_odd = tl.zeros([WORDS, 8], tl.float32)
@@ -145,7 +145,7 @@ def weighted_codes(
         low_zero = spread(tl.load(ZEROS + scale_at, mask=seen, other=0.0), WORDS)
         high_step = spread(tl.load(STEPS + scale_at + RUNS // 2, mask=seen, other=0.0), WORDS)
         high_zero = spread(tl.load(ZEROS + scale_at + RUNS // 2, mask=seen, other=0.0), WORDS)
-        # Any word is a number; whoever does not see it has a step of zero. Loaded last, for the same reason as keys.
+        # Any word decodes to a number; hidden tokens have a step of zero. Loaded last, for the same reason as keys (``exact_scores``).
         words = tl.load(words_of + page * (codes_n // 2) + (row[:, None] * WORDS + word[None, :]))
         low_even = added(low_even, decoded(words, low_step, low_zero, 0, 0, PACKED), weights, one)
         high_even = added(high_even, decoded(words, high_step, high_zero, 1, 0, PACKED), weights, one)
@@ -164,7 +164,7 @@ def weighted_codes(
 
 @triton.jit
 def tf32_of(x):
-    """float32 to the nearest of the numbers with ten bits behind the leading one, which tensor cores take as they are."""
+    """Return float32 rounded to the nearest number with ten mantissa bits, which tensor cores use unchanged."""
     return ((x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
 
 
@@ -173,7 +173,7 @@ def weighted_whole(
     VALUES, LOGITS, TOP, READ, OUT, values_n, values_t, blocks, start, stop, first, end, heads, r0,
     DV: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr, T: tl.constexpr,
 ):
-    """``weighted_codes`` of values as the model made them."""
+    """Write the sums of ``weighted_codes`` for values in full precision."""
     lane = tl.arange(0, T)
     c = tl.arange(0, DV)
     rows = heads + tl.minimum(r0 + tl.arange(0, 4), ROWS - 1)
@@ -205,7 +205,7 @@ def weighted_whole(
 
 @triton.jit
 def whole(sums):
-    """[channels, rows] of sums of both numbers of the weights."""
+    """Return the sums [channels, rows] merged from those of both numbers of the weights."""
     first, second = tl.split(tl.reshape(sums, [sums.shape[0], 4, 2]))
     return tl.fma(second, tl.full(second.shape, 1.0 / APART, tl.float32), first) * (1.0 / RAISED)
 
@@ -216,10 +216,10 @@ def weighted_values(
     DV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, S2: tl.constexpr, TILE: tl.constexpr,
     PAGE: tl.constexpr, T: tl.constexpr, FULL: tl.constexpr, PACKED: tl.constexpr,
 ):
-    """sum_t exp(logit - TOP) v_t by codes, [splits, B, K, rows, DV], of one kv head and a tile of rows.
+    """Write sum_t exp(logit - TOP) v_t from codes, [splits, B, K, rows, DV], for one kv head and a tile of rows.
 
-    A program of a head has ``share`` blocks, whole turns, but for those that are flagged. Channels of a byte's codes are half a head apart.
-    FULL: CODES are values as the model made them.
+    A program of a head has ``share`` blocks, whole tiles, and skips flagged ones. The channels of a byte's codes are half a head apart.
+    FULL: CODES are values in full precision.
     """
     pair = tl.program_id(1)
     b = (pair // K).to(tl.int64)
@@ -245,27 +245,27 @@ def weighted_values(
 
 @triton.jit
 def share_of(first, program, programs):
-    """The blocks of a program's share from its ``first`` on, AHEAD of them: NEAR neighbors, and so on behind the other programs' ones."""
+    """Return AHEAD blocks of a program's share from its ``first`` on: NEAR neighbours, then the next ones after those of all programs."""
     i = first + tl.arange(0, AHEAD)
     return (i // NEAR * programs + program) * NEAR + i % NEAR
 
 
 @triton.jit
 def flagged(READ, n, blocks):
-    """Which of a row's blocks are flagged."""
+    """Return whether each of a row's blocks is flagged, int32 0 or 1."""
     return (tl.load(READ + n, mask=n < blocks, other=0) != 0).to(tl.int32)
 
 
 @triton.jit
 def scales_of(PLANE, run, RUNS: tl.constexpr, seen):
-    """Load the scales of the low half and of the high one, float32."""
+    """Load the scales of the low nibbles' channels and of the high ones', float32."""
     low = tl.load(PLANE + run, mask=seen, other=0.0).to(tl.float32)
     return low, tl.load(PLANE + run + RUNS, mask=seen, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def all_of(x):
-    """The sum over runs and channels of [..., runs, channels of a run]."""
+    """Return the sum over runs and channels of [..., runs, channels of a run]."""
     return tl.sum(tl.sum(x, len(x.shape) - 1), len(x.shape) - 2)
 
 
@@ -277,10 +277,10 @@ def weighted_originals(
     DV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, S2: tl.constexpr, PAGE: tl.constexpr,
     FULL: tl.constexpr, STAGED: tl.constexpr,
 ):
-    """Sum the values of one row by originals, behind ``first_out`` results: ``share`` blocks that are flagged, and the newest tokens.
+    """Write the sums of one row's values from originals, after ``first_out`` results: ``share`` blocks if flagged, and newest tokens.
 
-    What is compared: norms, as in ``exact_scores``. The first programs have 16 of the newest tokens each. Whoever has neither has nothing
-    to add. FULL: there are no codes to compare with. STAGED: as in ``exact_scores``.
+    Norms are checked as in ``exact_scores``. The first programs have 16 of the newest tokens each. A program with neither writes zeros.
+    FULL: there are no codes to compare with. STAGED: as in ``exact_scores``.
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -295,7 +295,7 @@ def weighted_originals(
     run = tl.arange(0, RUNS)[None, :, None]
     c = run * GROUP + tl.arange(0, GROUP)[None, None, :]
     flags = READ + r * blocks
-    # Nothing that is loaded up to the first flag needs another load's result.
+    # No load up to the first flag depends on another load's result.
     pending = flagged(flags, share_of(0, program, programs), blocks)
     start, last, base = sight(AT + b * (2 * S + 1), S, S2)
     top = tl.load(TOP + r)
@@ -348,14 +348,14 @@ def weighted_originals(
             size = all_of(low_v * low_v + high_v * high_v)
             away = size * 0.0
             if FULL == 0:
-                # A code times a float16 step is exact: fused or not, this is what the scheme decodes.
+                # A code times a float16 step is exact: fused or not, this equals the scheme's decoding.
                 low_away = low_v - ((words & 15).to(tl.float32) * low_step + low_zero)
                 high_away = high_v - ((words >> 4).to(tl.float32) * high_step + high_zero)
                 away = all_of(low_away * low_away + high_away * high_away)
-            # No weight is below zero, but what needs it here has its logit loaded with the rest; ptxas would wait until this is done.
+            # No weight is below zero, but the use of it here makes ptxas load its logit with the other operands instead of after this.
             doubts = (doubtful(size, nu) | doubtful(away, eta) | (weight < 0)).to(tl.int32)
             token = tl.arange(0, BLOCK)
-            # Mostly there are two, which made the notes: the first and the last one in a turn.
+            # Mostly there are two, which determined the notes: each turn takes the first and the last one.
             for _doubt in range((tl.sum(doubts, 0) + 1) // 2):
                 last_one = tl.max(tl.where(doubts != 0, token, 0), 0)
                 first_one, doubts = pop_pending(doubts, token, BLOCK)
