@@ -1,4 +1,4 @@
-"""Runs of a whole model that learn or measure something of it: the model as it is, and batches where it is."""
+"""Helpers to run a whole model for learning or measuring: its parameters frozen, its batches moved to its device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def moved(batch: Any, device: torch.device) -> Any:
 
 @contextlib.contextmanager
 def frozen(model: torch.nn.Module) -> Iterator[None]:
-    """Set a model to evaluation with no parameter that learns, and back to what it was."""
+    """Set a model to evaluation without gradients for its parameters, and restore both afterwards."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     modules = [module for module in model.modules() if module.training]
     model.eval()

@@ -1,19 +1,19 @@
 """beyond: asymmetric codes by learned thresholds, decoded by learned levels ("Beyond: Better-than-Full-Precision KV Caches", section 3).
 
-    x = (value - zero) / scale;   code = how many thresholds are not above x;   value' = levels[code] * scale + zero
+    x = (value - zero) / scale;   code = number of thresholds <= x;   value' = levels[code] * scale + zero
 
 One table of 2^bits levels and 2^bits - 1 thresholds for each layer, keys or values, kv head and group of channels, shared by all
-tokens; scale and zero point for each token and group. Keys are stored after RoPE. What differs from the source, and why:
+tokens; scale and zero point for each token and group. Keys are stored after RoPE. Differences from the source, and their reasons:
 
 * zero = min rounded DOWN and scale = (max - zero) / (2^bits - 1) rounded UP to their stored 16 bits, as in ``asymmetric``, and
-  codes are made from what is stored. So x never leaves [0, 2^bits - 1] but by float32 rounding, nothing is clipped, and the source's
-  epsilon has no use: a group of zero range has scale 0 and decodes to its value. Tables are in scales (``tables``).
-* Levels may lie anywhere; only thresholds are kept in order. The source projects thresholds and says nothing of levels: a level
-  outside of a group's range extends it, and one out of order is a map like any other. Both decode as they are.
-* A call that fills an empty cache attends to what its codes stand for, as in the source: decode steps will, and training did.
+  codes are computed with the stored numbers. So x leaves [0, 2^bits - 1] only by float32 rounding, nothing is clipped, and the source's
+  epsilon is not needed: a group of zero range has scale 0 and decodes to its value. Tables are in units of scales (``tables``).
+* Levels may be anywhere; only thresholds are kept in order. The source projects thresholds and does not mention levels: a level
+  outside of a group's range extends it, and levels out of order still define a map. Both decode unchanged.
+* A call that fills an empty cache attends to its dequantized tokens, as in the source: decode steps do, and training did.
 * NaN or Inf in a group makes its scale NaN.
 
-Tables are data: constant planes of a store. The text of a scheme only says that they were trained, so equal layers share kernels.
+Tables are data: constant planes of a store. A scheme's text only states that they were trained, so equal layers share kernels.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ DEFAULT_GROUP, LEAST_GROUP = 32, 8
 
 @dataclasses.dataclass(frozen=True)
 class Beyond(Scheme):
-    """Codes by thresholds and levels of a table, a scale and a zero point for each group of a token's channels; uniform until learned.
+    """The scheme beyond: codes by a table's thresholds and levels, a scale and zero point per token and group; uniform until learned.
 
-    ``trained``: the tables were learned; ``load_tables`` and ``learn`` return schemes that have them. ``tables``: of the whole model, or
-    of one attention (``at``).
+    ``trained``: the tables were learned; ``load_tables`` and ``learn`` return such schemes. ``tables``: of the whole model, or
+    of one attention (``for_module``).
     """
 
     bits: int = 4
@@ -101,7 +101,7 @@ class Beyond(Scheme):
         return min(torch.finfo(self.scale_dtype).max, torch.finfo(torch.float32).max / 4)
 
     def channels(self, head_dim: int) -> int:
-        """How many consecutive channels of a head share a scale and a table: the group, or where it is the default the most that fit."""
+        """Return the number of consecutive channels that share a scale and a table: ``group``; the default shrinks to divide D."""
         if self.group != DEFAULT_GROUP:
             return self.group
         return head_dim if head_dim <= DEFAULT_GROUP else math.gcd(head_dim, DEFAULT_GROUP)
@@ -137,7 +137,7 @@ class Beyond(Scheme):
         return {"levels": table.levels, "thresholds": table.thresholds}
 
     def table(self, slot: SlotSpec) -> Table:
-        """The table of a slot; raises TablesMissing where it was trained and this is no scheme of one attention (``at``)."""
+        """Return the table of a slot. Raises TablesMissing for a trained scheme that is not of one attention (``for_module``)."""
         if isinstance(self.tables, SiteTables):
             return self.tables.for_role(slot.role)
         if self.trained:
@@ -151,9 +151,12 @@ class Beyond(Scheme):
         )
 
     def encode(self, x_BKSD: torch.Tensor, *fixed: torch.Tensor) -> Planes:
-        """Codes, scales and zero points; ``fixed``: the thresholds [1, 1, K, D // group, 2^bits - 1], uniform where none are given."""
+        """Return codes, scales and zero points; ``fixed``: the thresholds [1, 1, K, D // group, 2^bits - 1]; without it uniform ones.
+
+        Raises TablesMissing for a trained scheme without ``fixed``.
+        """
         if fixed:
-            # [K, 1, D // group, 1, 2^bits - 1], beside groups [B, K, S, D // group, group].
+            # [K, 1, D // group, 1, 2^bits - 1], to broadcast over groups [B, K, S, D // group, group].
             thresholds = fixed[0][0, 0].to(torch.float32)[:, None, :, None]
         elif self.trained:
             raise TablesMissing(path="(none was named)", known="encode takes the plane of thresholds behind the tokens")
@@ -174,7 +177,7 @@ class Beyond(Scheme):
         return self._encode(nothing, uniform_thresholds(self.bits).to(device))
 
     def radius(self, slot: SlotSpec) -> sympy.Expr | None:
-        """None where tables were learned: a certificate is made from the scheme's text, which has none."""
+        """Return None for learned tables: a certificate is made from the scheme's text, which does not contain them."""
         del slot
         if self.trained:
             return None
@@ -185,7 +188,7 @@ class Beyond(Scheme):
             return None
         reach = sympy.Float(self.table(slot).reach) if self.trained else sympy.Rational(1, 2)
         ulp, tiny, steps = sympy.Float(SCALE_ULP[self.scale_dtype]), sympy.Float(TINY[self.scale_dtype]), 2**self.bits - 1
-        # The zero point lies below the minimum by less than one unit in its last place; the scale is rounded up likewise.
+        # The zero point is below the minimum by less than one unit in its last place; the scale is rounded up likewise.
         spread = SPREAD + AMAX * ulp + tiny
         scale = sympy.Max(spread / steps * (1 + ulp), spread / steps + tiny)
         # Float32 rounding of x - zero, of the quotient and of level * scale + zero.
@@ -193,9 +196,9 @@ class Beyond(Scheme):
 
 
 def codes_of(x: torch.Tensor, thresholds: torch.Tensor) -> torch.Tensor:
-    """Codes int32 of values in scales: how many of the thresholds, along their last axis and broadcast before it, are not above.
+    """Return codes, int32, of values in units of scales: the number of thresholds <= x, counted along their last axis.
 
-    NaN has code 0. Bin k is [t_k, t_k+1), the source's Eq. 2.
+    The other axes of ``thresholds`` broadcast over x. NaN has code 0. Bin k is [t_k, t_k+1), the source's Eq. 2.
     """
     codes = torch.zeros(x.shape, dtype=torch.int32, device=x.device)
     for at in range(thresholds.shape[-1]):
@@ -204,7 +207,7 @@ def codes_of(x: torch.Tensor, thresholds: torch.Tensor) -> torch.Tensor:
 
 
 def _tables(tables: ModelTables | SiteTables | None) -> list[Table]:
-    """All tables, by site and role."""
+    """Return all tables, by site and role; [] for None."""
     if tables is None:
         return []
     sites = tables.sites.values() if isinstance(tables, ModelTables) else [tables]

@@ -1,7 +1,7 @@
 """Files of learned tables, with the fingerprint of their model.
 
-A file holds ``<path>.<key or value>.<levels or thresholds>`` for every attention, float32 in scales, and as metadata the format, the
-scheme's text and the fingerprint.
+A file holds ``<path>.<key or value>.<levels or thresholds>`` for every attention, float32 in units of scales, and as metadata the format,
+the scheme's text and the fingerprint.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FILE = ModelFile(
 SPELLED = re.compile(Beyond.name + r"\(bits=(?P<bits>\d{1,2}),group=(?P<group>\d{1,6}),scale_dtype=(?P<dtype>\w+),trained=True\)")
 """The scheme's text in a file's metadata."""
 REACH = 8
-"""Learned levels and thresholds lie within so many times a group's width of zero."""
+"""Learned levels and thresholds are within this many widths of a group from zero."""
 
 
 def save_tables(scheme: Beyond, path: str | Path, extra: Mapping[str, str] | None = None) -> None:
@@ -46,7 +46,7 @@ def save_tables(scheme: Beyond, path: str | Path, extra: Mapping[str, str] | Non
 
 
 def load_tables(path: str | Path, model: torch.nn.Module) -> Beyond:
-    """Read the scheme with tables that were learned for ``model``; raises BadTables where the file is damaged, foreign or another's."""
+    """Read the scheme with tables that were learned for ``model``. Raises BadTables if the file is damaged, foreign or of another model."""
     scheme = read_tables(path)
     assert isinstance(scheme.tables, ModelTables)
     FILE.require_model(path, scheme.tables.fingerprint, model)
@@ -55,7 +55,7 @@ def load_tables(path: str | Path, model: torch.nn.Module) -> Beyond:
 
 
 def read_tables(path: str | Path) -> Beyond:
-    """Read a file of tables without holding it against a model; raises BadTables."""
+    """Read a file of tables without comparing it with a model. Raises BadTables."""
     tensors, metadata = FILE.read(path, _declared)
     sites = {site: SiteTables(*(_table(tensors, site, role) for role in Role)) for site in sites_of(metadata)}
     plain = _scheme(metadata)
@@ -65,7 +65,7 @@ def read_tables(path: str | Path) -> Beyond:
 def _declared(metadata: Mapping[str, str], sites: list[str]) -> dict[str, Entry]:
     """Declare levels and thresholds of the keys and the values of every attention, in the range that learning can reach."""
     count = 2 ** _scheme(metadata).bits
-    # A group's values lie in [0, count - 1]; learned levels may lie outside of it, by less than a few times its width.
+    # A group's values are in [0, count - 1]; learned levels may be outside of it, by less than a few times its width.
     entries = {name: Entry((None, None, size), least=-REACH * count, most=REACH * count, rising=name == "thresholds")
                for name, size in (("levels", count), ("thresholds", count - 1))}
     return {f"{site}.{role.value}.{name}": entry for site in sites for role in Role for name, entry in entries.items()}
@@ -76,7 +76,7 @@ def _table(tensors: Mapping[str, torch.Tensor], site: str, role: Role) -> Table:
 
 
 def _scheme(metadata: Mapping[str, str]) -> Beyond:
-    """Return the scheme of a file's metadata, without tables; raises BadTables."""
+    """Return the scheme of a file's metadata, without tables. Raises BadTables."""
     text = metadata.get("scheme", "")
     found = SPELLED.fullmatch(text)
     dtype = getattr(torch, found["dtype"], None) if found else None

@@ -1,8 +1,8 @@
 """Sums of weighted values by level, and on both sides of every threshold, on CUDA: one pass over values and weights.
 
-Tables are learned by them (``learning.quantizer``). Traced into Inductor's code the sums of 4 bits are thirty reductions that it splits,
-with each one's values in memory in between: 135 bytes an element. Here a program has blocks of tokens of one group of channels of one kv
-head, a block's numbers in registers, and leaves what they add up to; programs are added up behind.
+Tables are learned from these sums (``learning.quantizer``). Inductor would compile the sums of 4 bits to thirty split reductions with
+intermediate values in memory: 135 bytes per element. Here a program has blocks of tokens of one group of channels of one kv
+head, keeps a block's numbers in registers, and stores its sums; the programs' sums are added afterwards.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -22,7 +22,7 @@ TILE = 1024
 """Elements of a block: 32 for each thread of the one warp that a program has, so that sums need no barrier."""
 
 PROGRAMS = 64
-"""Programs of a group at most; partial sums are as many."""
+"""Largest number of programs of a group, and so of its partial sums."""
 
 STORED = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 """Triton's types of the dtypes that scales and zero points are stored in."""
@@ -33,9 +33,11 @@ def sum_by_bins(
     X, WEIGHTS, THRESHOLDS, OUT, x_b, x_h, x_s, weights_b, weights_h, weights_s, tokens, count, window, GROUPS: tl.constexpr,
     GROUP: tl.constexpr, BITS: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr, STORED: tl.constexpr, ROWS: tl.constexpr,
 ):
-    """Grid: programs, kv heads times groups. THRESHOLDS: [HEADS, GROUPS, 2^BITS - 1]; OUT: [programs, HEADS, GROUPS, 3, 2^BITS].
+    """Write the partial sums of one group of channels. Grid: programs; kv heads times groups.
 
-    ``count`` tokens in all, ``tokens`` of each batch row. Of OUT: sums by level, left of each threshold, and right of it.
+    THRESHOLDS: [HEADS, GROUPS, 2^BITS - 1]. OUT: [programs, HEADS, GROUPS, 3, 2^BITS]: sums by level, left of each threshold, and right of
+    it.
+    ``count`` tokens in all, ``tokens`` per batch row.
     """
     group = tl.program_id(1)
     h, g = (group // GROUPS).to(tl.int64), group % GROUPS
@@ -73,7 +75,7 @@ def sum_by_bins(
 
 
 def known(x: torch.Tensor, groups: int) -> bool:
-    """Whether the kernel takes tokens [B, K, S, D] whose heads have so many groups: groups of a power of two."""
+    """Return whether the kernel supports tokens [B, K, S, D] with this number of groups per head: groups of a power of two."""
     group = x.shape[3] // groups
     return x.dtype in STORED and group & (group - 1) == 0 and group <= TILE
 
@@ -82,7 +84,7 @@ def sums(
     weights: torch.Tensor, x: torch.Tensor, thresholds: torch.Tensor, bits: int, scale_dtype: torch.dtype, window: float,
     launcher: Launcher | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Weights times scales of values [B, K, S, D], added up by level [K, G, n], and left and right of thresholds [K, G, n - 1]."""
+    """Return sums of weight times scale over values [B, K, S, D]: by level [K, G, n], and left and right of thresholds [K, G, n - 1]."""
     launcher = launcher or Direct(x.device.type == "cuda")
     x, weights = (each if each.stride(3) == 1 else each.contiguous() for each in (x, weights))
     (B, K, S, D), groups, levels = x.shape, thresholds.shape[1], 2**bits
@@ -95,5 +97,5 @@ def sums(
         STORED=STORED[scale_dtype], ROWS=rows,
     )
     by_level, left, right = out.sum(0).unbind(2)
-    # Compiled graphs count on the strides of the meta function.
+    # Compiled graphs rely on the strides of the meta function.
     return by_level.contiguous(), left[..., :-1].contiguous(), right[..., :-1].contiguous()

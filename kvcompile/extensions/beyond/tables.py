@@ -1,7 +1,7 @@
-"""Tables of levels and thresholds, of one slot, of one attention, and of a whole model; frozen, compared by their contents.
+"""Tables of levels and thresholds of one slot, of one attention, and of a whole model; frozen, compared by their contents.
 
-Both are in units of the stored scale, so that a group spans 0 to 2^bits - 1: uniform levels are then the integers, float32 holds
-them exactly, and the value ``level * scale + zero`` is what plain asymmetric codes decode to. The source's normalised units
+Both are in units of the stored scale, so that a group spans 0 to 2^bits - 1: uniform levels are then the integers, exact in float32,
+and ``level * scale + zero`` is what plain asymmetric codes decode to. The source's normalised units
 (its Eqs. 2 to 4, where a group spans 0 to 1) are these divided by 2^bits - 1.
 """
 
@@ -20,15 +20,15 @@ from kvcompile.types import Role
 
 
 def uniform_levels(bits: int) -> torch.Tensor:
-    """The levels of plain asymmetric codes, float32 [2^bits], in scales (the source's Eq. 3)."""
+    """Return the levels of plain asymmetric codes, float32 [2^bits], in units of scales (the source's Eq. 3)."""
     return torch.arange(2**bits, dtype=torch.float32, device="cpu")
 
 
 def uniform_thresholds(bits: int) -> torch.Tensor:
-    """The thresholds of plain asymmetric codes, float32 [2^bits - 1], in scales (the source's Eq. 4, with rounding's ties).
+    """Return the thresholds of plain asymmetric codes, float32 [2^bits - 1], in units of scales (the source's Eq. 4, adapted to ties).
 
-    A value on a threshold has the code above it, where rounding to nearest takes the even one of both: behind an even code
-    the threshold is the next float32 after the middle, so that codes equal ``round`` in every case.
+    A value on a threshold gets the code above it, but rounding to nearest gives the even one: after an even code
+    the threshold is the next float32 above the middle, so that codes equal ``round`` in every case.
     """
     middle = torch.arange(2**bits - 1, dtype=torch.float32, device="cpu") + 0.5
     above = torch.nextafter(middle, torch.full_like(middle, float("inf")))
@@ -37,7 +37,7 @@ def uniform_thresholds(bits: int) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Levels [K, D // group, 2^bits] and thresholds [K, D // group, 2^bits - 1] of one slot, float32 on the CPU, in scales."""
+    """Levels [K, D // group, 2^bits] and thresholds [K, D // group, 2^bits - 1] of one slot, float32 on the CPU, in units of scales."""
 
     levels: torch.Tensor
     thresholds: torch.Tensor
@@ -54,7 +54,7 @@ class Table:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Return a hash of the contents, 16 hex digits."""
+        """A hash of the contents, 16 hex digits."""
         found = hashlib.sha256(repr((tuple(self.levels.shape), tuple(self.thresholds.shape))).encode())
         for plane in (self.levels, self.thresholds):
             found.update(plane.contiguous().numpy().tobytes())
@@ -68,24 +68,24 @@ class Table:
 
     @property
     def bits(self) -> int:
-        """Return the bits of a code."""
+        """The bits of a code."""
         return (self.levels.shape[2] - 1).bit_length()
 
     @property
     def reach(self) -> float:
-        """Return the largest distance from a value to the level of its bin, in scales; a group's values lie in [0, 2^bits - 1]."""
+        """The largest distance from a value to the level of its bin, in units of scales; a group's values are in [0, 2^bits - 1]."""
         edge = torch.zeros_like(self.thresholds[..., :1])
         top = float(self.levels.shape[2] - 1)
         inner = self.thresholds.clamp(0, top)
         low, high = torch.cat([edge, inner], -1), torch.cat([inner, edge + top], -1)
-        # A bin that no value can fall into has no error.
+        # Bins that no value can fall into have no error.
         far = torch.maximum((self.levels - low).abs(), (self.levels - high).abs())
         held = (high > low) | (high == top)
         return float(torch.where(held, far, 0.0).max())
 
 
 def uniform_table(bits: int, heads: int, groups: int) -> Table:
-    """Return the table whose codes and values are those of plain asymmetric quantization."""
+    """Return the table with the codes and values of plain asymmetric quantization."""
     return Table(uniform_levels(bits).repeat(heads, groups, 1), uniform_thresholds(bits).repeat(heads, groups, 1))
 
 
@@ -111,7 +111,7 @@ class ModelTables:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Return a hash of the contents, 16 hex digits."""
+        """A hash of the contents, 16 hex digits."""
         digests = [(path, site.key.digest, site.value.digest) for path, site in sorted(self.sites.items())]
         return hashlib.sha256(repr((digests, self.fingerprint, self.group)).encode()).hexdigest()[:16]
 
@@ -123,17 +123,17 @@ class ModelTables:
 
     @property
     def bits(self) -> int:
-        """Return the bits of a code."""
+        """The bits of a code."""
         return next(iter(self.sites.values())).key.bits
 
     @property
     def parameters(self) -> int:
-        """Count the levels and thresholds of all tables, the source's |phi| (its Appendix E)."""
+        """The number of levels and thresholds of all tables, the source's |phi| (its Appendix E)."""
         tables = [table for site in self.sites.values() for table in (site.key, site.value)]
         return sum(table.levels.numel() + table.thresholds.numel() for table in tables)
 
     def for_module(self, path: str) -> SiteTables:
-        """Return the tables of the attention at a module path, by its end where one of the two paths begins further out."""
+        """Return the tables of the attention at a module path, which may have a longer or shorter prefix here. Raises TablesMissing."""
         entry = entry_of(path, self.sites)
         if entry is None:
             raise TablesMissing(path=path or "(unknown)", known=shown(self.sites))

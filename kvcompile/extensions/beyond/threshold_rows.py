@@ -1,8 +1,8 @@
 """``append`` of many tokens on CUDA for schemes that encode by thresholds (``Scheme.bins``): minimum, step, bin and packing in one pass.
 
-A program has ROWS new tokens of one kv head of one batch row. It takes minimum and maximum of every group, counts the thresholds of the
-group's table that are not above each value, and packs the counts. Bit for bit what ``append_body`` writes; a test holds the two together.
-Positions outside of the planes poison the last row, as there. Keys and values are a launch each.
+A program has ROWS new tokens of one kv head of one batch row. It takes minimum and maximum of every group, counts for each value the
+thresholds of the group's table that do not exceed it, and packs the counts. The result equals that of ``append_body`` bit for bit; a test
+compares them. Positions outside of the planes make the last row NaN in both. Keys and values have a launch each.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -26,7 +26,7 @@ from kvcompile.schemes.symmetric import SCALE_ULP, TINY
 from kvcompile.types import Bins
 
 TILE = 2048
-"""Elements of a program: 16 for each of 128 threads, each beside its code."""
+"""Elements of a program: 16 for each of 128 threads, each with its code."""
 
 
 @triton.jit
@@ -35,7 +35,10 @@ def append_thresholds(
     scales_h, HEADS: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, PARTS: tl.constexpr, SEGMENTS: tl.constexpr,
     GROUP: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr, ROWS: tl.constexpr,
 ):
-    """One slot. Grid: blocks of ROWS tokens times kv heads, the heads first, and batch rows. TABLE: [HEADS, D // GROUP, 2^BITS - 1]."""
+    """Encode and store the tokens of one slot. Grid: blocks of ROWS tokens times kv heads, the heads first; batch rows.
+
+    TABLE: [HEADS, D // GROUP, 2^BITS - 1].
+    """
     program, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     h = (program % HEADS).to(tl.int64)
     s = (program // HEADS) * ROWS + tl.arange(0, ROWS)
@@ -86,18 +89,18 @@ class ThresholdRows(NamedTuple):
 
     @property
     def rule(self) -> Bins:
-        """How the scheme encodes; only of what ``fits``."""
+        """The rule by which the scheme encodes; only for slots that ``fits`` accepts."""
         rule = schemes.parse(self.scheme).bins(self.x.shape[3])
         assert rule is not None
         return rule
 
     @property
     def rows(self) -> int:
-        """Tokens of a program: as many as fill a tile, or the one of a decode step."""
+        """Tokens of a program: as many as fill a tile, or one for a decode step."""
         return tokens_of(self.x, self.x.shape[3], TILE)
 
     def operands(self) -> tuple[object, ...]:
-        """Arguments of the kernel, in their order: whole planes, no views."""
+        """Return the arguments of the kernel, in their order: whole planes, no views."""
         x, pos, (codes, scales, zeros) = self.x, self.pos, self.planes
         return (x, codes, scales, zeros, pos, self.table, *places(x, pos, codes, scales))
 
@@ -111,7 +114,7 @@ class ThresholdRows(NamedTuple):
 
 
 def fits(slot: ThresholdRows) -> bool:
-    """Whether the kernel knows this append: a head dim that is a power of two, planes whose rows lie in order."""
+    """Return whether the kernel supports this append: a head dim that is a power of two, planes with contiguous rows."""
     D = slot.x.shape[3]
     if not isinstance(D, int) or D & (D - 1) or D > TILE or len(slot.planes) != 3:
         return False
@@ -124,7 +127,7 @@ def fits(slot: ThresholdRows) -> bool:
 
 
 def append_threshold_rows(slot: ThresholdRows, launcher: Launcher | None = None) -> None:
-    """``append_body`` of one slot in one launch; for what ``fits``. None launches at once."""
+    """Write what ``append_body`` writes for one slot that ``fits`` accepts, in one launch; ``launcher`` None launches at once."""
     launch(append_thresholds, slot, launcher)
 
 

@@ -1,20 +1,22 @@
 """normed: two-bit keys that are rotated and divided by their norms before channels are quantized; values as ``kivi``.
 
-    k = n u;   u is quantized per channel over groups of tokens;   n, one number a token, multiplies the score
+    k = n u;   u is quantized per channel over groups of tokens;   n, one number per token, multiplies the score
 
 Tokens whose keys are much shorter or longer than others (first tokens are) widen the steps of every channel of their group. "OScaR: The
 Occam's Razor for Extreme KV Cache Quantization in LLMs and Beyond" (Su et al. 2026, arXiv 2605.19660) rotates queries and keys by a
-Hadamard matrix, so that no channel stands out, and takes each key's norm out. What was read are its abstract and reviews of it. Ours:
+Hadamard matrix, so that no channel dominates, and divides by each key's norm. This module follows its abstract and reviews of it, with
+these choices:
 
-* n is half the root mean square of the channels, not the length, so that float16 holds it whatever the head's size and for all that float16
-  holds; it is rounded up to the dtype of scales, and u is made from what is stored. A sum of squares in float64 is one number in any order.
+* n is half the root mean square of the channels, not the length, so that it fits float16 for every head dim and every float16 input; it
+  is rounded up to the dtype of scales, and u is computed with the stored n. A float64 sum of squares gives the same n in any order.
 * NaN or Inf in a token makes its norm NaN, and with it the whole block of tokens.
 
-``turn`` says which rotation. ``queries``: the eigenvectors of q q^T over the prompt's queries of a kv head, the basis in which errors of
-different channels are felt apart; ``both``: those, then the Hadamard matrix, so that every channel is felt alike ("OSCAR: Offline Spectral
-Covariance-Aware Rotation for 2-bit KV Cache Quantization", Zhou et al. 2026, arXiv 2605.17757, which has R = U H P, P a permutation that
-matters to groups of channels only, values rotated too, and computes R beforehand). Here U comes from the queries of the call that fills an
-empty cache, as another scheme's plane does. It is a rotation whatever the queries were: attention of every row is exact but for codes.
+``turn`` selects the rotation. ``queries``: the eigenvectors of q q^T over the prompt's queries of a kv head, the basis in which channels
+contribute to scores independently; ``both``: those, then the Hadamard matrix, so that all channels contribute equally ("OSCAR: Offline
+Spectral Covariance-Aware Rotation for 2-bit KV Cache Quantization", Zhou et al. 2026, arXiv 2605.17757, which has R = U H P, P a
+permutation that matters to groups of channels only, rotates values too, and computes R beforehand). Here U comes from the queries of the
+call that fills an empty cache, like the planes of ``squat``. The matrix is a rotation for any queries: without quantization attention of
+every row is exact.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from kvcompile.types import PAGE, Extent, KernelFormat, Layout, MinMax, PlaneSpe
 
 
 class Turn(enum.Enum):
-    """The rotation of keys: a Hadamard matrix, the eigenvectors of the prompt's queries, or these and then that."""
+    """The rotation of keys: a Hadamard matrix, the eigenvectors of the prompt's queries, or the eigenvectors followed by the matrix."""
 
     HADAMARD = "hadamard"
     QUERIES = "queries"
@@ -46,14 +48,14 @@ class Turn(enum.Enum):
 
 
 def norms(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Half the root mean square of each token's channels as stored, [..., S, 1]: rounded up, 0 of zeros, NaN where any is not finite."""
+    """Return half the root mean square of each token's channels as stored, [..., S, 1]: rounded up; 0 for zeros, NaN for NaN or Inf."""
     size = x.to(torch.float64).square().mean(-1, keepdim=True).sqrt().mul(0.5).to(torch.float32)
     return torch.where(size == 0, 0.0, rounded_up(size, dtype).clamp(min=TINY[dtype])).to(dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class Normed(Kivi):
-    """Asymmetric codes of rotated keys that are divided by their norms; values and window as kivi."""
+    """The scheme normed: asymmetric codes of rotated keys divided by their norms; values and window as kivi."""
 
     turn: Turn = Turn.HADAMARD
     subspace: Subspace = Subspace.BATCH
@@ -114,7 +116,7 @@ class Normed(Kivi):
         return dataclasses.replace(super().format(slot), norms=slot.role is Role.KEY)
 
     def calibrate(self, q_BKGSD: torch.Tensor, keep_BS: torch.Tensor | None) -> Planes:
-        """The difference of the rotation by these queries from the Hadamard matrix, [1, 1 or B, K, D, D]; zeros without finite ones."""
+        """Return the queries' rotation minus the Hadamard matrix, [1, 1 or B, K, D, D]; zeros if it is not finite."""
         if self.subspace is Subspace.BATCH:
             q_BKGSD, keep_BS = q_BKGSD[:1], None if keep_BS is None else keep_BS[:1]
         if keep_BS is not None:
@@ -137,7 +139,7 @@ class Normed(Kivi):
     def radius(self, slot: SlotSpec) -> sympy.Expr | None:
         if slot.role is not Role.KEY:
             return super().radius(slot)
-        # As kivi's, times the norm, which STEP and ZERO hold already; dividing by it and multiplying with it round twice more.
+        # As kivi's, times the norm, which STEP and ZERO include already; dividing and multiplying by it rounds twice more.
         return STEP / 2 + (ZERO + 2 * (2**self.bits - 1) * STEP) * sympy.Float(2.0**-20) + bounds.TINY
 
     def bound(self, slot: SlotSpec) -> sympy.Expr | None:

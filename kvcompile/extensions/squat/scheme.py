@@ -1,22 +1,21 @@
-"""squat: keys whose quantization error is kept out of the way of the queries ("SQuat", Wang et al. 2025, sections 3 and B.2).
+"""squat: keys whose quantization error is kept out of the queries' subspace ("SQuat", Wang et al. 2025, sections 3 and B.2).
 
-Values as ``kivi``. Keys per channel as ``kivi``, but ``subblock`` channels at a time: the error of what is quantized moves
-the channels that are not, so that the whole error stays close to orthogonal to the subspace that the prompt's queries
+Values as ``kivi``. Keys per channel as ``kivi``, but ``subblock`` channels at a time: the error of the channels quantized so far is fed
+back into the others, so that the whole error stays close to orthogonal to the subspace that the prompt's queries
 span. A later query of that subspace then scores a quantized key nearly as the original.
 
 * The source's lam multiplies squared singular values, so its strength grows with the prompt. ``normalise`` divides by
-  the number of queries: lam weighs the mean square of a score's error against that of a channel. ``Squat.paper()``
+  the number of queries: lam then weighs the mean square of a score's error against that of a channel. ``Squat.paper()``
   is the source's setting.
-* What a store keeps of the queries are the products B_t H_t of the source (``subspace.moves``), in one plane of D x D a
-  head, rather than P, its inverse and every A_t: it is all that encoding needs, it is a quarter of their size at two
-  sub-blocks and less at more, and a plane of zeros moves nothing: lam = 0, plain ``kivi``. A store that never saw a query
-  (a cache that was filled by other code) therefore needs no case of its own.
-* NaN or Inf in a group moves nothing, and queries that are not finite teach nothing: neither may reach other channels.
-* With ``pre_rope`` (the source's SQuat-pre) a stored key meets a query that is turned by how far it stands behind the key.
-  The subspace is that of queries before RoPE, as in the source: it is the same at every distance but for that turning, while
-  queries after RoPE are turned by where they stand in the prompt. ``queries=post`` is the other choice.
-* The originals are what is encoded, at the first write and at every later one, so a block's codes depend on its own
-  tokens and the plane alone.
+* A store keeps the products B_t H_t of the source (``subspace.moves``), in one plane of D x D per
+  head, rather than P, its inverse and every A_t: encoding needs nothing else, and it takes a quarter of their size at two
+  sub-blocks and less at more. A plane of zeros feeds nothing back: lam = 0, plain ``kivi``. A store that never saw a query
+  (a cache that other code filled) is therefore no special case.
+* NaN or Inf in a group is not fed back, and queries that are not finite are ignored: neither may reach other channels.
+* With ``pre_rope`` (the source's SQuat-pre) a stored key meets a query rotated by its distance from the key.
+  The subspace is that of queries before RoPE, as in the source: up to that rotation it is the same at every distance, while
+  queries after RoPE are rotated by their position in the prompt. ``queries=post`` is the other choice.
+* Every write encodes full-precision keys, so a block's codes depend only on its own tokens and the plane.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ from kvcompile.types import Extent, Layout, MinMax, PlaneSpec, Role, SlotSpec
 
 
 class Queries(enum.Enum):
-    """Which queries span the subspace of keys that are stored before RoPE: as they are before RoPE, or after."""
+    """The queries that span the subspace of keys stored before RoPE: queries before RoPE, or after it."""
 
     PRE = "pre"
     POST = "post"
 
 
 class Subspace(enum.Enum):
-    """Whose queries span the subspace: the first row's, for all rows of the batch, or each row's own."""
+    """The rows whose queries span the subspace: the first row, for all rows of the batch, or each row for itself."""
 
     BATCH = "batch"
     ROW = "row"
@@ -53,7 +52,7 @@ class Subspace(enum.Enum):
 
 LARGEST_LAM = 1e6
 STRONG_LAM = 1e-2
-"""Above this the unnormalised form did nothing but harm in the source's own ablation (its Table 3)."""
+"""Above this the unnormalised form only did harm in the source's own ablation (its Table 3)."""
 
 
 LONGBENCH: dict[tuple[str, bool], dict[str, Any]] = {
@@ -64,17 +63,17 @@ LONGBENCH: dict[tuple[str, bool], dict[str, Any]] = {
     ("mistral-7b", False): {"rank": 5, "lam": 1e-3, "subblock": 64},
     ("mistral-7b", True): {"rank": 20, "lam": 5e-4, "subblock": 64},
 }
-"""The source's settings for LongBench (its appendix E.2) by model, and whether keys are stored before RoPE."""
+"""The source's settings for LongBench (its appendix E.2), by model and by whether keys are stored before RoPE."""
 
 
 def _changes(scheme: Scheme) -> dict[str, object]:
-    """The options of a scheme that are not its defaults."""
+    """Return the options of a scheme that differ from its defaults."""
     return {field.name: value for field in scheme.options() if (value := getattr(scheme, field.name)) != field.default}
 
 
 @dataclasses.dataclass(frozen=True)
 class Squat(Kivi):
-    """Asymmetric codes, the error of keys kept orthogonal to the prompt's queries; values and window as kivi."""
+    """The scheme squat: asymmetric codes, the error of keys kept orthogonal to the prompt's queries; values and window as kivi."""
 
     lam: float = 1.0
     rank: int = 20
@@ -113,12 +112,12 @@ class Squat(Kivi):
 
     @classmethod
     def paper(cls, **options: Any) -> Squat:
-        """The source's setting: unnormalised, lam 1e-3, five directions, 64 channels at a time."""
+        """Return the source's setting: unnormalised, lam 1e-3, five directions, 64 channels at a time."""
         return cls(**{"lam": 1e-3, "rank": 5, "subblock": 64, "normalise": False, **options})
 
     @classmethod
     def longbench(cls, model: str, pre_rope: bool = False, **options: Any) -> Squat:
-        """The source's setting for long prompts to one of its models: ``llama-2-7b``, ``llama-3.1-8b`` or ``mistral-7b``."""
+        """Return the source's LongBench setting for one of its models: ``llama-2-7b``, ``llama-3.1-8b`` or ``mistral-7b``."""
         known = sorted({name for name, _ in LONGBENCH})
         require(model in known, cls.name, "longbench", f"one of {', '.join(known)}", model, "Squat.paper() has the source's other setting")
         return cls.paper(**{**LONGBENCH[model, pre_rope], "pre_rope": pre_rope, **options})
@@ -135,7 +134,7 @@ class Squat(Kivi):
 
     @property
     def calibrates_before_rope(self) -> bool:  # type: ignore[override]
-        """Whether its queries are taken before RoPE."""
+        """Whether ``calibrate`` takes queries before RoPE."""
         return self.pre_rope and self.queries is Queries.PRE
 
     @classmethod
@@ -149,7 +148,7 @@ class Squat(Kivi):
 
     @property
     def warning(self) -> str | None:  # type: ignore[override]
-        """Return the report's warning about a setting that is known to do harm."""
+        """The report's warning about a setting that is known to do harm; None for others."""
         if self.normalise or self.lam <= STRONG_LAM:
             return None
         return (
@@ -167,7 +166,7 @@ class Squat(Kivi):
         return dataclasses.replace(made, subblock=self.channels_at_once(head_dim)) if made is not None and self.lam > 0 else made
 
     def channels_at_once(self, head_dim: int) -> int:
-        """The sub-block of a head: at most half of it, since what comes after the last one is what moves."""
+        """Return the sub-block of a head: at most half of its channels, since each sub-block feeds its error into later ones."""
         return max(1, min(self.subblock, head_dim // 2))
 
     def check(self, slot: SlotSpec) -> None:
@@ -228,14 +227,15 @@ class Squat(Kivi):
         return pack(codes, self.bits), scale, zero
 
     def _spread(self, plane: torch.Tensor) -> torch.Tensor:
-        """Scales or zero points [B, K, S / group, D] as float32 [B, K, S, D]."""
+        """Return scales or zero points [B, K, S / group, D] as float32 [B, K, S, D]."""
         return plane.to(torch.float32).repeat_interleave(self.group, dim=-2)
 
     def bound(self, slot: SlotSpec) -> sympy.Expr | None:
-        """None where queries move the keys: the movement depends on them, not on the group's values alone.
+        """Return None if queries move the keys: the error then depends on them, not only on the group's values.
 
-        What does hold, from what a store holds: with e the errors of the codes, each within ``radius``, k' - k = e (I + moves). A
-        certificate is made of that (``error_feedback_plane``).
+        The stored planes give another bound: with e the errors of the codes, each within ``radius``, k' - k = e (I + moves). Certificates
+        use
+        that (``error_feedback_plane``).
         """
         return None if self.calibrates(slot) else super().bound(slot)
 
@@ -245,7 +245,7 @@ def _whole(value: object) -> bool:
 
 
 def _by_head(error_BKSg: torch.Tensor, moves_BKgR: torch.Tensor) -> torch.Tensor:
-    """error @ moves, [B, K, S, R]; moves that serve all rows are not copied for each."""
+    """Return error @ moves, [B, K, S, R]; moves shared by all rows are not copied."""
     if moves_BKgR.shape[0] == error_BKSg.shape[0]:
         return error_BKSg @ moves_BKgR
     return torch.einsum("bksg,kgr->bksr", error_BKSg, moves_BKgR[0])

@@ -1,19 +1,19 @@
-"""The algebra of subspace-orthogonal quantization: which way errors may go, from the queries that will meet them.
+"""The algebra of subspace-orthogonal quantization: the direction of quantization errors that disturbs the prompt's queries least.
 
-P = I + lam Qhat^T Qhat weighs an error of a key by what it does to the queries. Channels are quantized g at a time;
-once a block F of them has its error d, the channels R behind it move by the minimizer of delta^T P delta with
+P = I + lam Qhat^T Qhat weighs an error of a key by its effect on the queries. Channels are quantized g at a time;
+once a block F of them has its error d, the channels R after it move by the minimizer of delta^T P delta with
 delta = d on F and 0 before F ("SQuat", Lemma 2):
 
     delta_R = B_t H_t d = -inv(P_RR) P_RF d
 
-The second form (the two are one by the inverse of a block matrix) needs no inverse of P, and one factorization
+The second form (equal to the first by the inverse of a block matrix) needs no inverse of P, and one factorization
 serves every t: with P = W W^T, W upper triangular, every trailing block factors as P_RR = W_RR W_RR^T and
 P_RF = W_RR W_FR^T, so that -P_FR inv(P_RR) = -W_FR inv(W_RR) = W_FF inv(W)_FR. The source's Proposition 2 and
-Lemma 3 reach the same matrices block by block; the tests hold them against each other.
+Lemma 3 give the same matrices block by block; the tests compare them.
 
 The factorization is ``cholesky_ex`` with triangular solves in float64, and the projection onto the leading directions is
-a fixed number of matrix products: nothing looks at a result on the host, as ``torch.linalg.eigh`` does, which waits for
-a CUDA device to say whether it converged.
+a fixed number of matrix products: no result is read on the host, unlike in ``torch.linalg.eigh``, which waits for
+a CUDA device to report convergence.
 """
 
 from __future__ import annotations
@@ -21,25 +21,26 @@ from __future__ import annotations
 import torch
 
 LIFT = 24
-"""First steps of purification, which alone raise small eigenvalues: enough for 2^-24 of the largest, what float32 queries resolve."""
+"""First steps of purification, which raise small eigenvalues: enough for 2^-24 of the largest, the resolution of float32 queries."""
 
 EVEN, TURNS = 1e-6, 32
-"""What is added to every eigenvalue, of their sum; steps of orthogonal iteration."""
+"""Part of the sum of eigenvalues that is added to each; steps of orthogonal iteration."""
 
 ROUNDS, ITERATIONS = 5, 8
-"""Steps afterwards, each round of them followed by one that only tightens, which keeps their rounding errors from growing."""
+"""Rounds of purification, and steps of each after the first. A tightening step ends each round, which keeps rounding errors from growing.
+"""
 
 
 def gram(q_BKnD: torch.Tensor) -> torch.Tensor:
-    """Q^T Q of queries in float32, [B, K, D, D]; a row of zeros is no query."""
+    """Return Q^T Q of queries in float32, [B, K, D, D]; rows of zeros contribute nothing."""
     q = q_BKnD.to(torch.float32)
     return q.transpose(-1, -2) @ q
 
 
 def leading(gram: torch.Tensor, rank: int) -> torch.Tensor:
-    """Qhat^T Qhat: what the ``rank`` leading directions hold of a Gram matrix, float64 [..., D, D].
+    """Return Qhat^T Qhat, a Gram matrix projected onto its ``rank`` leading directions, float64 [..., D, D].
 
-    Directions of equal weight at the rank's end share what one of them would hold, so that none of them is preferred.
+    If directions of equal weight straddle the rank, each is kept in part, so that none of them is preferred.
     """
     exact = gram.to(torch.float64)
     if rank >= gram.shape[-1]:
@@ -49,20 +50,20 @@ def leading(gram: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 def leading_projector(gram: torch.Tensor, rank: int) -> torch.Tensor:
-    """The orthogonal projector onto the ``rank`` leading eigenvectors of a positive semidefinite matrix, float64 [..., D, D].
+    """Return the orthogonal projector onto the ``rank`` leading eigenvectors of a positive semidefinite matrix, float64 [..., D, D].
 
     Trace-correcting purification (Niklasson, Phys. Rev. B 66, 155115, 2002): x^2 and 2x - x^2 keep the order of eigenvalues
-    in [0, 1] and drive them apart, the first to lower the trace and the second to raise it, until it is ``rank`` and all are 0 or
-    1. Eigenvalues that differ by a part in a thousand are separated to 1e-9; block power iteration mixes them, and with them a
-    percent of the plane and more. 3x^2 - 2x^3 moves every eigenvalue to the nearer of 0 and 1.
+    in [0, 1] and separate them; the first lowers the trace and the second raises it, until it is ``rank`` and all are 0 or
+    1. Eigenvalues that differ by a part in a thousand are separated to 1e-9; block power iteration would mix them, and with them a
+    percent or more of the plane. 3x^2 - 2x^3 moves every eigenvalue to the nearer of 0 and 1.
     """
-    # No eigenvalue is beyond the largest row sum.
+    # No eigenvalue exceeds the largest row sum.
     size = gram.abs().sum(-1).amax(-1)[..., None, None]
     found = gram / torch.where(size == 0, 1, size)
     for first in (LIFT, *[ITERATIONS] * (ROUNDS - 1)):
         for _ in range(first):
             low = found.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None] < rank
-            # x^2 + 2 (x - x^2) where the trace is to grow.
+            # x^2 + 2 (x - x^2) if the trace must grow.
             found = torch.lerp(found @ found, found, torch.where(low, 2.0, 0.0).to(gram.dtype))
         square = found @ found
         found = 3 * square - 2 * (found @ square)
@@ -70,35 +71,35 @@ def leading_projector(gram: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 def eigenvectors(gram: torch.Tensor) -> torch.Tensor:
-    """Orthonormal eigenvectors of a positive semidefinite matrix as columns, float64 [..., D, D], the largest eigenvalue's first.
+    """Return the eigenvectors of a positive semidefinite matrix as columns, largest eigenvalue first, float64 [..., D, D].
 
-    Orthogonal iteration: columns are multiplied by the matrix and made orthogonal by the Cholesky factor of their products. Those of
-    eigenvalues that are close stay mixed, which are then alike to whoever asks; the matrix is orthogonal to float64 in any case.
+    Orthogonal iteration: columns are multiplied by the matrix and made orthonormal by the Cholesky factor of their products. Those of
+    close eigenvalues may stay mixed, which makes little difference to a use of them; the columns are always orthonormal to float64.
     """
     exact = gram.to(torch.float64)
     identity = torch.eye(exact.shape[-1], dtype=exact.dtype, device=exact.device)
     size = exact.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
-    # A part in a million keeps directions that no query has apart from rounding.
+    # A part in a million on the diagonal keeps directions without queries apart despite rounding.
     matrix = exact / torch.where(size == 0, 1, size) + EVEN * identity
     found = identity.expand_as(exact)
     for _ in range(TURNS):
         found = matrix @ found
         found = found / torch.linalg.vector_norm(found, dim=-2, keepdim=True)
         found = _orthogonal(found)
-    # Once more, as what was far from orthogonal was made so with a large rounding error.
+    # Repeated, since columns far from orthogonal were made so with a large rounding error.
     return _orthogonal(_orthogonal(found))
 
 
 def _orthogonal(columns: torch.Tensor) -> torch.Tensor:
-    """Columns made orthonormal, the first unchanged in direction, the second by what it lacks of it, and so on."""
+    """Return the columns made orthonormal, in order: each without its components along the ones before (Gram-Schmidt)."""
     factor, _ = torch.linalg.cholesky_ex(columns.transpose(-1, -2) @ columns)
     return torch.linalg.solve_triangular(factor.transpose(-1, -2), columns, upper=True, left=False)
 
 
 def moves(weight: torch.Tensor, block: int) -> torch.Tensor:
-    """How far an error of each channel moves the channels of later blocks, [..., D, D]: row i is (B_t H_t)^T, block t holding i.
+    """Return how far an error of each channel moves the channels of later blocks, [..., D, D]: row i of block t is that of (B_t H_t)^T.
 
-    ``weight``: lam Qhat^T Qhat, float64. Zero where a column's block does not come after the row's.
+    ``weight``: lam Qhat^T Qhat, float64. Entries are zero unless the column's block comes after the row's.
     """
     width = weight.shape[-1]
     identity = torch.eye(width, dtype=weight.dtype, device=weight.device)

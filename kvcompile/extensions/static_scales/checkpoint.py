@@ -1,21 +1,21 @@
-"""Static scales that a checkpoint brings, by the names that other serving systems write them under.
+"""Static scales from a checkpoint, by the tensor names of other serving systems.
 
 ==============================================  ========================  ==================================================
-name of the tensor                              half                      who writes it
+name of the tensor                              slots                     system that writes it
 ==============================================  ========================  ==================================================
-``<attention>.k_scale``, ``.attn.k_scale``      keys (v: values)          vLLM's names: one number, or one for each kv head
+``<attention>.k_scale``, ``.attn.k_scale``      keys (v: values)          vLLM's names: one number, or one per kv head
 ``<attention>.k_proj.k_scale``                  keys (v: values)          NVIDIA ModelOpt
-``<attention>.qkv_proj.k_scale``                keys (v: values)          llm-compressor, of models whose projections are fused
-``<attention>.k_proj.output_scale``             keys (v: values)          compressed-tensors of old, AMD Quark
-``<attention>.kv_scale``                        both                      AutoFP8; vLLM copies it to both halves too
+``<attention>.qkv_proj.k_scale``                keys (v: values)          llm-compressor, for models with fused projections
+``<attention>.k_proj.output_scale``             keys (v: values)          older compressed-tensors, AMD Quark
+``<attention>.kv_scale``                        both                      AutoFP8; vLLM too copies it to both
 ``layers.N.attention.kv_cache_scaling_factor``  both, of layer N          TensorRT-LLM
 ==============================================  ========================  ==================================================
 
 All of them mean value = code * scale. vLLM writes ``k / k_scale`` and clips to e4m3's 448, and TensorRT-LLM calls its factor the scale
-from quantized to original. A scale of amax / 448 covers amax; calibrations that chose amax / 240 or less of the range are read as
-they are. Refused: scales of channels or tokens, zero points other than 0, scales that are not above zero (vLLM writes -1 where it has
-none), one half without the other, two different scales for one half, dynamic or asymmetric caches, and a checkpoint that says it is for
-other codes.
+from quantized to original. A scale of amax / 448 covers amax; scales from calibrations that used amax / 240, or less of the range, are
+taken unchanged. Refused: scales of channels or tokens, zero points other than 0, scales that are not above zero (vLLM writes -1 for none),
+scales of keys without values or the reverse, two different scales for one slot, dynamic or asymmetric caches, and a checkpoint whose
+configuration names other codes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Source = Mapping[str, torch.Tensor]
 
 BOTH = (Role.KEY, Role.VALUE)
 FUSED = r"(?:qkv_proj|qkv|Wqkv|query_key_value|c_attn|attn_qkv|kv_proj|in_proj)"
-"""Names of projections that give queries, keys and values at once, or keys and values."""
+"""Names of projections that compute queries, keys and values together, or keys and values."""
 SPELLINGS: tuple[tuple[str, tuple[Role, ...]], ...] = (
     (rf"(?P<path>.+)\.{FUSED}\.k_scale", (Role.KEY,)), (rf"(?P<path>.+)\.{FUSED}\.v_scale", (Role.VALUE,)),
     (r"(?P<path>.+)\.k_proj\.(k_scale|output_scale)", (Role.KEY,)), (r"(?P<path>.+)\.v_proj\.(v_scale|output_scale)", (Role.VALUE,)),
@@ -50,20 +50,20 @@ SPELLINGS: tuple[tuple[str, tuple[Role, ...]], ...] = (
     (r"(?P<path>.+)\.k_scale", (Role.KEY,)), (r"(?P<path>.+)\.v_scale", (Role.VALUE,)), (r"(?P<path>.+)\.kv_scale", BOTH),
     (r"(?:.+\.)?(?P<path>layers\.\d+)\.attention\.kv_cache_scaling_factor", BOTH),
 )
-"""Names of tensors, the first that fits, with the module path of the attention, and the halves that the scale is for."""
+"""Patterns of tensor names, of which the first match counts, with the module path of the attention, and the roles that the scale is for."""
 
 ZERO_POINTS = re.compile(r".+\.(k_zero_point|v_zero_point|[kv]_proj\.output_zero_point)")
 STRATEGIES = {"tensor", "attn_head"}
-"""How compressed-tensors calls one scale for a slot, and one for each kv head."""
+"""Names in compressed-tensors of one scale per slot, and one per kv head."""
 
 REMEDY = "calibrate the model with kvcompile.calibrate"
 
 
 def read_scales(source: str | Path | Source, model: torch.nn.Module, scheme: str | None = None) -> Calibrated:
-    """The scheme with the static scales that a checkpoint of ``model`` brings; raises BadScales.
+    """Return the scheme with the static scales of a checkpoint of ``model``. Raises BadScales.
 
-    ``source``: a folder with safetensors, or a state dict. ``scheme``: int8 or fp8; by default what the folder's configuration says of
-    its KV cache, else fp8.
+    ``source``: a folder with safetensors, or a state dict. ``scheme``: int8 or fp8; None takes the codes that the folder's configuration
+    states for its KV cache, else fp8.
     """
     if isinstance(source, Mapping):
         where, tensors, said = "the state dict", {name: value for name, value in source.items() if _interesting(name)}, None
@@ -81,12 +81,12 @@ def read_scales(source: str | Path | Source, model: torch.nn.Module, scheme: str
 
 
 def _interesting(name: object) -> bool:
-    """Whether a tensor of this name is a scale or a zero point of a cache."""
+    """Return whether a tensor of this name is a scale or a zero point of a cache."""
     return isinstance(name, str) and (_spelling(name) is not None or ZERO_POINTS.fullmatch(name) is not None)
 
 
 def _spelling(name: str) -> tuple[str, tuple[Role, ...]] | None:
-    """The module path and the halves of a tensor's name; None where it is no scale of a cache."""
+    """Return the module path and the roles of a scale's name; None for a name that is no scale of a cache."""
     for pattern, roles in SPELLINGS:
         if (found := re.fullmatch(pattern, name)) is not None:
             return plain_name(found["path"]), roles
@@ -94,13 +94,13 @@ def _spelling(name: str) -> tuple[str, tuple[Role, ...]] | None:
 
 
 def _sites(tensors: Source, where: str) -> dict[str, SiteScales]:
-    """Return the scales of each module path; raises BadScales."""
+    """Return the scales of each module path. Raises BadScales."""
     named = {name: _tensor(name, value, where) for name, value in sorted(tensors.items())}
     for name, value in named.items():
         if _spelling(name) is None and bool(value.to(torch.float32).any()):
             raise BadScales(expected="symmetric codes, without zero points", found=f"{name} in {where}", todo=REMEDY)
     both, one = _held(named, len(BOTH), where), _held(named, 1, where)
-    # A scale of one half goes before one of both, as in vLLM.
+    # A scale of keys or values overrides one of both, as in vLLM.
     held = {path: both.get(path, {}) | one.get(path, {}) for path in {**both, **one}}
     if not held:
         raise BadScales(expected="k_scale and v_scale, or another name that is known", found=f"none in {where}", todo=REMEDY)
@@ -112,7 +112,7 @@ def _sites(tensors: Source, where: str) -> dict[str, SiteScales]:
 
 
 def _held(named: Source, by_role: int, where: str) -> dict[str, dict[Role, Scales]]:
-    """Return the scales whose names stand for so many ``by_role``, by module path; raises BadScales where two of one half differ."""
+    """Return the scales whose names cover ``by_role`` roles each, by module path. Raises BadScales if two of one role differ."""
     found: dict[str, dict[Role, Scales]] = {}
     for name, value in named.items():
         path, roles = _spelling(name) or ("", ())
@@ -129,7 +129,7 @@ def _held(named: Source, by_role: int, where: str) -> dict[str, dict[Role, Scale
 
 
 def _tensor(name: str, value: Any, where: str) -> torch.Tensor:
-    """Return a tensor that can hold scales or zero points; raises BadScales."""
+    """Return ``value`` if it is a tensor that can hold scales or zero points. Raises BadScales."""
     if isinstance(value, torch.Tensor) and value.dtype != torch.bool and not value.is_complex():
         return value
     found = str(value.dtype) if isinstance(value, torch.Tensor) else type(value).__name__
@@ -137,7 +137,7 @@ def _tensor(name: str, value: Any, where: str) -> torch.Tensor:
 
 
 def _scales(name: str, value: torch.Tensor, where: str) -> Scales:
-    """The scales in a tensor of one number, or of one for each head with any axes of one beside."""
+    """Return the scales in a tensor of one number or of one per head, with any further axes of size one. Raises BadScales."""
     if sum(size > 1 for size in value.shape) > 1:
         raise BadScales(expected=f"{name} of one scale, or one for each kv head", found=f"{tuple(value.shape)} in {where}", todo=REMEDY)
     if not value.is_floating_point():
@@ -146,7 +146,7 @@ def _scales(name: str, value: torch.Tensor, where: str) -> Scales:
 
 
 def _of_folder(folder: Path) -> dict[str, torch.Tensor]:
-    """The scales and zero points of a folder's safetensors."""
+    """Return the scales and zero points of a folder's safetensors. Raises BadScales."""
     from safetensors import SafetensorError, safe_open
 
     found: dict[str, torch.Tensor] = {}
@@ -168,7 +168,7 @@ def _of_folder(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _said(folder: Path) -> str | None:
-    """The codes that a folder's configuration says its KV cache has, ``int8`` or ``fp8``; None where it says nothing."""
+    """Return the codes that a folder's configuration states for its KV cache, ``int8`` or ``fp8``; None if it states none."""
     for name, read in (("config.json", _of_config), ("hf_quant_config.json", _of_modelopt)):
         path = folder / name
         if not path.is_file():
@@ -184,7 +184,7 @@ def _said(folder: Path) -> str | None:
 
 
 def _of_config(config: Mapping[str, Any], path: Path) -> Iterator[str]:
-    """The codes by compressed-tensors' ``kv_cache_scheme``."""
+    """Yield the codes of compressed-tensors' ``kv_cache_scheme``, if the configuration has one. Raises BadScales for unsupported ones."""
     given = _entry(_entry(config, "quantization_config"), "kv_cache_scheme")
     if not given:
         return
@@ -196,7 +196,7 @@ def _of_config(config: Mapping[str, Any], path: Path) -> Iterator[str]:
 
 
 def _of_modelopt(config: Mapping[str, Any], path: Path) -> Iterator[str]:
-    """The codes by ModelOpt's ``kv_cache_quant_algo``."""
+    """Yield the codes of ModelOpt's ``kv_cache_quant_algo``, if the configuration has one. Raises BadScales for unsupported ones."""
     given = _entry(config, "quantization").get("kv_cache_quant_algo")
     if given is None:
         return
@@ -206,7 +206,7 @@ def _of_modelopt(config: Mapping[str, Any], path: Path) -> Iterator[str]:
 
 
 def _entry(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return the mapping under a name of a configuration, empty where there is none or null; raises FileUnfit for anything else."""
+    """Return the mapping under a name of a configuration; empty if absent or null. Raises FileUnfit for anything else."""
     found = config.get(name)
     if found is not None and not isinstance(found, Mapping):
         raise unfit(name, "a mapping", found)

@@ -47,7 +47,7 @@ class Scales:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Return a hash of the contents, 16 hex digits."""
+        """A hash of the contents, 16 hex digits."""
         return hashlib.sha256(repr(self.values.shape).encode() + self.values.contiguous().numpy().tobytes()).hexdigest()[:16]
 
     def __eq__(self, other: object) -> bool:
@@ -58,11 +58,11 @@ class Scales:
 
     @property
     def extent(self) -> ScaleExtent:
-        """Return what one scale covers."""
+        """The extent of one scale."""
         return ScaleExtent.TENSOR if self.values.numel() == 1 else ScaleExtent.HEAD
 
     def fits(self, heads: int) -> bool:
-        """Whether these are scales of a slot with so many kv heads."""
+        """Return whether these can be the scales of a slot with this number of kv heads."""
         return self.values.numel() in {1, heads}
 
 
@@ -82,7 +82,7 @@ class SiteScales:
 class ModelScales:
     """The scales of a model's attentions by their module paths.
 
-    ``fingerprint``: the model that they were measured on; empty where a checkpoint brought them, which came with its weights.
+    ``fingerprint``: that of the model on which they were measured, or whose checkpoint holds them.
     """
 
     sites: Mapping[str, SiteScales]
@@ -90,7 +90,7 @@ class ModelScales:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Return a hash of the contents, 16 hex digits."""
+        """A hash of the contents, 16 hex digits."""
         digests = [(path, site.key.digest, site.value.digest) for path, site in sorted(self.sites.items())]
         return hashlib.sha256(repr((digests, self.fingerprint)).encode()).hexdigest()[:16]
 
@@ -101,7 +101,7 @@ class ModelScales:
         return hash(self.digest)
 
     def for_module(self, path: str) -> SiteScales:
-        """Return the scales of the attention at a module path (``site_paths``); raises ScalesMissing."""
+        """Return the scales of the attention at a module path (``site_paths``). Raises ScalesMissing."""
         entry = entry_of(path, self.sites)
         if entry is None:
             raise ScalesMissing(path=path or "(unknown)", known=shown(self.sites))

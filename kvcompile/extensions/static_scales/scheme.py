@@ -1,16 +1,16 @@
-"""int8-static, fp8-static: eight-bit codes by scales that were measured beforehand, as vLLM and TensorRT-LLM have them.
+"""int8-static, fp8-static: eight-bit codes by scales that were measured beforehand, as in vLLM and TensorRT-LLM.
 
     code = clamp(x / scale) rounded to int8 or e4m3;   value = code * scale
 
-One scale for each layer and half (per tensor), or for each kv head of it (per head), float32; a token stores its codes and nothing
-else. What follows from scales that are given:
+One scale for the keys and one for the values of each layer (per tensor), or one per kv head (per head), float32; a token stores only its
+codes. Consequences of given scales:
 
-* Values beyond the largest code saturate: their error is how far they are beyond it. ``bound`` says so: half a step within the
-  range, the excess outside. ``radius`` is None, as what is stored does not tell a clipped value from one at the edge.
-* No scale of a token can hold NaN, so codes do: int8 keeps -128 for it, which symmetric codes never use, e4m3 has a NaN of its own.
-  NaN and Inf are both stored as NaN, Inf too: saturating it would make a number of it.
-* Scales are data, constant planes of a store. The text of a scheme only says that they were measured, so equal layers share kernels.
-* Nothing measured: one scale covers ``amax``. 448 is a scale of 1.0 for e4m3, which is what vLLM does with a checkpoint without
+* Values beyond the largest code saturate: their error is the excess. ``bound`` is half a step within the
+  range, plus the excess outside. ``radius`` is None, since codes do not distinguish a clipped value from one at the edge.
+* A token has no scale of its own that could be NaN, so codes hold NaN: int8 keeps -128 for it, which symmetric codes never use, e4m3 has
+  a NaN. NaN and Inf are both stored as NaN: a saturated Inf would become a finite number.
+* Scales are data, constant planes of a store. A scheme's text only states that they were measured, so equal layers share kernels.
+* Without measurement one scale covers ``amax``. 448 is a scale of 1.0 for e4m3, which vLLM uses for a checkpoint without
   scales; 32 for int8 is a guess. The report warns of both.
 """
 
@@ -30,15 +30,16 @@ from kvcompile.types import Extent, KernelFormat, Layout, PlaneSpec, SlotSpec, S
 
 LEAST_AMAX, MOST_AMAX = 2.0**-20, 2.0**20
 NAN_BITS = 0x7FC00000
-"""The bits of a float32 NaN: or-ed into those of any number they make it one."""
+"""The bits of a float32 NaN: or'ed into those of any number they make it NaN."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Calibrated(Scheme):
-    """Eight-bit codes by static scales; its subclasses say which codes.
+    """The base of the schemes with eight-bit codes by static scales; subclasses choose the codes.
 
-    ``measured``: scales were measured or read; ``calibrate``, ``load_scales`` and ``read_scales`` return schemes that have them.
-    ``amax``: the magnitude that the scale covers where none was. ``scales``: of the whole model, or of one attention (``at``).
+    ``measured``: scales were measured or read; ``calibrate``, ``load_scales`` and ``read_scales`` return such schemes.
+    ``amax``: the magnitude that the scale covers if none was measured. ``scales``: of the whole model, or of one attention
+    (``for_module``).
     """
 
     amax: float = 32.0
@@ -48,7 +49,7 @@ class Calibrated(Scheme):
     qmax: ClassVar[float]
     e4m3: ClassVar[bool] = False
     dynamic: ClassVar[str]
-    """The name of the scheme that has the same codes and scales of its own for every token."""
+    """The name of the scheme with the same codes and a scale for every token."""
 
     def __post_init__(self) -> None:
         require(
@@ -79,7 +80,7 @@ class Calibrated(Scheme):
 
     @property
     def warning(self) -> str | None:  # type: ignore[override]
-        """Return what the report must say about scales that nobody measured."""
+        """The report's warning about scales that were not measured; None for measured ones."""
         if self.measured:
             return None
         return f"scales were not calibrated: one covers magnitudes up to {self.amax:g}, and larger values are clipped"
@@ -111,7 +112,7 @@ class Calibrated(Scheme):
         return {"scales": self.scales_of(slot).values[:, None, None]}
 
     def scales_of(self, slot: SlotSpec) -> Scales:
-        """The scales of a slot; raises ScalesMissing where they were measured and this is no scheme of one attention (``at``)."""
+        """Return the scales of a slot. Raises ScalesMissing for a measured scheme that is not of one attention (``for_module``)."""
         if isinstance(self.scales, SiteScales):
             return self.scales.for_role(slot.role)
         if self.measured:
@@ -119,7 +120,7 @@ class Calibrated(Scheme):
         return Scales(self.guessed())
 
     def guessed(self) -> torch.Tensor:
-        """The scale [1] where none was measured."""
+        """Return the scale [1] that covers ``amax``, for schemes without measured ones."""
         return stored_scale(torch.tensor([self.amax], device="cpu"), self.qmax, torch.float32)
 
     @property
@@ -131,19 +132,22 @@ class Calibrated(Scheme):
         return KernelFormat(self.word_dtype, 1, slot.head_dim, False, self.unpack, static=True)
 
     def unpack(self, words: torch.Tensor, part: int) -> torch.Tensor:
-        """The codes as float32 numbers, NaN where they say so."""
+        """Return stored codes as float32 numbers, NaN for the code of NaN."""
         raise NotImplementedError
 
     def pack(self, scaled: torch.Tensor, finite: torch.Tensor) -> torch.Tensor:
-        """Codes of x / scale, float32; NaN's where not ``finite``."""
+        """Return the codes of x / scale, float32; the code of NaN unless ``finite``."""
         raise NotImplementedError
 
     def rounding(self, scale: sympy.Expr) -> sympy.Expr:
-        """How far a code is at most from a value within the range, given AMAX."""
+        """Return a bound on the rounding error of a value within the range, in AMAX."""
         raise NotImplementedError
 
     def encode(self, x_BKSD: torch.Tensor, *fixed: torch.Tensor) -> Planes:
-        """Codes alone; ``fixed``: the scales [1, 1, K, 1, 1], where none are given that of ``amax``."""
+        """Return codes only; ``fixed``: the scales [1, 1, K, 1, 1]; without it the scale of ``amax``.
+
+        Raises ScalesMissing for a measured scheme without ``fixed``.
+        """
         if fixed:
             scale = fixed[0][0, 0]
         elif self.measured:
@@ -158,19 +162,19 @@ class Calibrated(Scheme):
         return (self.pack(nothing, nothing != 0),)
 
     def bound(self, slot: SlotSpec) -> sympy.Expr | None:
-        """A step's part within the range, the excess beyond it; None for a model's scales, which are many."""
+        """Return the rounding within the range plus the excess beyond it; None for a whole model's scales, which differ by attention."""
         if self.measured and not isinstance(self.scales, SiteScales):
             return None
         scales = self.scales_of(slot).values
         least, most = sympy.Float(float(scales.min())), sympy.Float(float(scales.max()))
-        # Float32 rounding of x / scale and of code * scale, two units of the largest code; of the range, one.
+        # Float32 rounding of x / scale and of code * scale: two units of the largest code; of the range: one.
         rounding = self.rounding(most) + most * sympy.Float(self.qmax * 2.0**-22)
         return rounding + sympy.Max(0, AMAX - least * sympy.Float(self.qmax * (1 - 2.0**-22)))
 
 
 @dataclasses.dataclass(frozen=True)
 class StaticInt8(Calibrated):
-    """Eight-bit integers in [-127, 127], -128 for NaN; scales that were measured."""
+    """Eight-bit integers in [-127, 127], -128 for NaN, by measured scales."""
 
     name: ClassVar[str] = "int8-static"
     append_kernel: ClassVar[str | None] = "kvcompile.extensions.static_scales.static_rows"
@@ -186,7 +190,7 @@ class StaticInt8(Calibrated):
     def unpack(self, words: torch.Tensor, part: int) -> torch.Tensor:
         del part
         whole = words.to(torch.int32)
-        # All ones below -127, else none.
+        # All ones for -128, else zero.
         return (whole.to(torch.float32).view(torch.int32) | (((whole + 127) >> 31) & NAN_BITS)).view(torch.float32)
 
     def rounding(self, scale: sympy.Expr) -> sympy.Expr:
@@ -198,7 +202,7 @@ class StaticInt8(Calibrated):
 
 @dataclasses.dataclass(frozen=True)
 class StaticFp8(Calibrated):
-    """e4m3 floats by the real conversion, kept as bytes; scales that were measured."""
+    """e4m3 floats as converted by torch, stored as bytes, by measured scales."""
 
     amax: float = 448.0
 
@@ -217,12 +221,12 @@ class StaticFp8(Calibrated):
     def unpack(self, words: torch.Tensor, part: int) -> torch.Tensor:
         del part
         value = words.view(torch.float8_e4m3fn).to(torch.float32)
-        # One for the two NaN codes; kernels convert their bytes to +-480.
+        # 1 for the two NaN codes; kernels convert their bytes to +-480.
         nan = (((words & 127) + 1) >> 7).to(torch.int32)
         return (value.view(torch.int32) | (nan * NAN_BITS)).view(torch.float32)
 
     def rounding(self, scale: sympy.Expr) -> sympy.Expr:
-        # Three bits behind the leading one; below 2^-6 codes are 2^-9 apart; at the top, 32.
+        # Three mantissa bits; below 2^-6 codes are 2^-9 apart; at the top, 32.
         return sympy.Min(16 * scale, sympy.Max(AMAX / 16, scale * sympy.Rational(1, 1024)))
 
     def pack(self, scaled: torch.Tensor, finite: torch.Tensor) -> torch.Tensor:
@@ -235,10 +239,10 @@ STATIC: tuple[type[Calibrated], ...] = (StaticInt8, StaticFp8)
 
 
 def static_of(name: str) -> type[Calibrated] | None:
-    """The scheme with static scales of a name, its own or that of the scheme with the same codes; None where there is none."""
+    """Return the scheme with static scales by its own name or that of the dynamic scheme with the same codes; None if there is none."""
     return next((kind for kind in STATIC if name in {kind.name, kind.dynamic}), None)
 
 
 def with_scales(kind: type[Calibrated], scales: ModelScales, **options: Any) -> Calibrated:
-    """A scheme with the scales of a model."""
+    """Return a scheme with the scales of a model."""
     return kind(measured=True, scales=scales, **options)

@@ -1,8 +1,8 @@
-"""``append`` of many tokens on CUDA for schemes whose scales are given (``Scheme.static``): quotient, clamp and code in one pass.
+"""``append`` of many tokens on CUDA for schemes with given scales (``Scheme.static``): quotient, clamp and code in one pass.
 
-A program has ROWS new tokens of one kv head of one batch row, and that head's scale. Nothing is reduced, so Inductor could make the
-codes as well; but it converts to e4m3 only where the device does, and divides every position by the rows of a page in 64 bits. Bit for
-bit what ``append_body`` writes; a test holds the two together. Positions outside of the planes poison the last row, as there.
+A program has ROWS new tokens of one kv head of one batch row, and that head's scale. Nothing is reduced, so Inductor could compute the
+codes as well; but it converts to e4m3 only on devices that do, and divides every position by the rows of a page in 64 bits. The kernel's
+codes equal those of ``append_body`` bit for bit; a test compares them. Positions outside of the planes make the last row NaN in both.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -33,7 +33,10 @@ def append_static(
     X, CODES, POS, SCALES, x_b, x_h, x_s, x_d, count, pages, codes_n, codes_b, codes_h, pos_b, pos_s, scales_h, HEADS: tl.constexpr,
     PAGE: tl.constexpr, D: tl.constexpr, E4M3: tl.constexpr, QMAX: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):
-    """One slot. Grid: blocks of ROWS tokens times kv heads, the heads first, and batch rows. COLUMNS: D, padded to a power of two."""
+    """Encode and store the tokens of one slot. Grid: blocks of ROWS tokens times kv heads, the heads first; batch rows.
+
+    COLUMNS: D rounded up to a power of two.
+    """
     program, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     h = (program % HEADS).to(tl.int64)
     s = (program // HEADS) * ROWS + tl.arange(0, ROWS)
@@ -48,12 +51,12 @@ def append_static(
     mask = there[:, None] & (channel < D)[None, :]
     source = X + b * x_b + h * x_h + (s.to(tl.int64) * x_s)[:, None] + (channel * x_d)[None, :]
     x = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-    # Neither NaN nor Inf, and not outside: those have the code of NaN.
+    # NaN, Inf and tokens outside of the planes get the code of NaN.
     fine = (tl.abs(x) < float("inf")) & inside[:, None]
     scaled = quotient(tl.where(fine, x, 0.0), tl.load(SCALES + h * scales_h))
     scaled = tl.minimum(tl.maximum(scaled, -QMAX), QMAX)
     if E4M3 == 0:
-        # The low bits of the sum are the integer's.
+        # The low bits of the sum with MAGIC are the rounded integer.
         code = tl.where(fine, (scaled + MAGIC).to(tl.int32, bitcast=True) & 255, 128)
     elif E4M3 == 1:
         code = tl.where(fine, _e4m3(scaled), 127)
@@ -74,23 +77,23 @@ class StaticRows(NamedTuple):
 
     @property
     def rule(self) -> Static:
-        """How the scheme encodes; only of what ``fits``."""
+        """The rule by which the scheme encodes; only for slots that ``fits`` accepts."""
         rule = schemes.parse(self.scheme).static(self.x.shape[3])
         assert rule is not None
         return rule
 
     @property
     def columns(self) -> int:
-        """Count the channels of a token's block."""
+        """The channels of a token, rounded up to a power of two."""
         return triton.next_power_of_2(self.x.shape[3])
 
     @property
     def rows(self) -> int:
-        """Tokens of a program: as many as fill a tile, or the one of a decode step."""
+        """Tokens of a program: as many as fill a tile, or one for a decode step."""
         return tokens_of(self.x, self.columns, TILE)
 
     def operands(self) -> tuple[object, ...]:
-        """Arguments of the kernel, in their order: whole planes, no views."""
+        """Return the arguments of the kernel, in their order: whole planes, no views."""
         x, pos, scales, codes = self.x, self.pos, self.scales, self.planes[0]
         return (
             x, codes, pos, scales, x.stride(0), x.stride(1), x.stride(2), x.stride(3), x.shape[2], codes.shape[0], codes.stride(0),
@@ -107,7 +110,7 @@ class StaticRows(NamedTuple):
 
 
 def fits(slot: StaticRows) -> bool:
-    """Whether the kernel knows this append: given scales, and codes of a byte whose rows lie in order."""
+    """Return whether the kernel supports this append: given scales, and one-byte codes in contiguous rows."""
     D = slot.x.shape[3]
     if not isinstance(D, int) or D > TILE or len(slot.planes) != 1 or schemes.parse(slot.scheme).static(D) is None:
         return False
@@ -117,7 +120,7 @@ def fits(slot: StaticRows) -> bool:
 
 
 def append_static_rows(slot: StaticRows, launcher: Launcher | None = None) -> None:
-    """``append_body`` of one slot in one launch; for what ``fits``. None launches at once."""
+    """Write what ``append_body`` writes for one slot that ``fits`` accepts, in one launch; ``launcher`` None launches at once."""
     launch(append_static, slot, launcher)
 
 

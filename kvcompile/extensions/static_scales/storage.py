@@ -39,7 +39,7 @@ def save_scales(scheme: Calibrated, path: str | Path, extra: Mapping[str, str] |
 
 
 def load_scales(path: str | Path, model: torch.nn.Module) -> Calibrated:
-    """Read the scheme with scales that were measured on ``model``; raises BadScales where the file is damaged, foreign or another's."""
+    """Read the scheme with scales that were measured on ``model``. Raises BadScales if the file is damaged, foreign or of another model."""
     tensors, metadata = FILE.read(path, _declared)
     kind = static_of(metadata.get("scheme", ""))
     if kind is None:

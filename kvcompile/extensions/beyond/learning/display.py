@@ -1,4 +1,4 @@
-"""The progress of learning on a terminal: step, loss, the best validation, bits a value, time left."""
+"""The progress of learning on a terminal: step, loss, best validation, bits per value, time left."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvcompile.report import short_scheme
 
 
 class Display:
-    """A progress bar while it is entered; nothing where ``quiet``."""
+    """A progress bar, shown inside a ``with`` block; nothing if ``quiet``."""
 
     def __init__(self, steps: int, scheme: Beyond, quiet: bool) -> None:
         bits = scheme.bits + 2 * 8 * scheme.scale_dtype.itemsize / scheme.group
@@ -30,6 +30,6 @@ class Display:
         self.bar.stop()
 
     def step(self, step: int, loss: float, best: float | None) -> None:
-        """Show one step's loss, nats a token, and the best validation so far."""
+        """Show one step's loss and the best validation so far, in nats per token; None before the first validation."""
         figures = f"loss {loss:.4f}" + (f", best validation {best:.4f}" if best is not None else "")
         self.bar.update(self.task, completed=step, figures=figures)

@@ -1,4 +1,4 @@
-"""``learn``: tables of a scheme for one model from batches of its tokens; the loop around ``Trainer`` that stops, keeps and tells."""
+"""``learn``: tables of a scheme for one model from batches of its tokens; the loop around ``Trainer`` that stops, saves and reports."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CHECKPOINT_EVERY = 10
 
 @dataclass(frozen=True)
 class Learned:
-    """The result of learning: the scheme with the best tables, and how it went; losses in nats a token."""
+    """The result of learning: the scheme with the best tables, losses in nats per token, the steps taken, and the reason for the stop."""
 
     scheme: Beyond
     initial: float | None
@@ -43,7 +43,7 @@ class Learned:
 
 
 def sequences(batch: Any) -> int:
-    """How many sequences a batch has; 1 where it is of another kind than ``NextToken`` knows."""
+    """Return the number of sequences of a batch; 1 for a batch that ``NextToken`` does not accept."""
     try:
         return int(parts(batch)[0].shape[0])
     except BadBatch:
@@ -51,7 +51,7 @@ def sequences(batch: Any) -> int:
 
 
 def grouped(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:
-    """Pieces of batches, as many at a time as have ``size`` sequences together; what is left at the end is a batch too."""
+    """Yield pieces of batches that have at least ``size`` sequences together; the last group may have fewer."""
     pieces: list[Any] = []
     held = 0
     for batch in batches:
@@ -71,11 +71,12 @@ def learn(
 ) -> Beyond:
     """Learn the tables of ``scheme`` for a causal model, its weights frozen; returns the scheme with the best ones, ready to serve.
 
-    ``batches``: token ids [B, S], or mappings with ``input_ids`` and maybe ``loss_mask``; they are gone through once, those of fewer
-    sequences than ``settings.batch`` as pieces of one step. ``validation``: batches of the same kind, held out; the tables of its lowest
-    loss are returned, and those at the end where it is empty. ``loss``: (model, batch) -> (sum, count), next-token loss by default.
-    ``run``: a folder for log, checkpoints and pictures; ``resume``: go on from its checkpoint, with the same batches. Ctrl-C ends learning
-    and keeps the best. ``report`` is called with how it went. Under ``torchrun`` every process passes batches of its own.
+    ``batches``: token ids [B, S], or mappings with ``input_ids`` and optionally ``loss_mask``; they are used once, and batches of fewer
+    sequences than ``settings.batch`` are pieces of one step. ``validation``: held-out batches of the same kind; the tables of its lowest
+    loss are returned, or the last ones without validation. ``loss``: (model, batch) -> (sum, count), next-token loss by default.
+    ``run``: a folder for log, checkpoints and pictures; ``resume``: continue from its checkpoint, with the same batches. Ctrl-C ends
+    learning
+    and keeps the best. ``report`` is called with the result. Under ``torchrun`` every process passes batches of its own.
     """
     scheme, settings = scheme or Beyond(), settings or LearnSettings()
     if scheme.trained:
@@ -90,7 +91,7 @@ def learn(
 
 
 class _Loop:
-    """One run: what ``learn`` was given, where it is, and the best tables so far."""
+    """One run: its trainer, folder, progress, and the best tables so far."""
 
     def __init__(
         self, model: torch.nn.Module, scheme: Beyond, settings: LearnSettings, loss: Loss, run: str | Path | None, resume: bool, quiet: bool
@@ -105,7 +106,7 @@ class _Loop:
         self.best: Beyond | None = None
 
     def learn(self, batches: Iterable[Any], validation: Sequence[Any]) -> Learned:
-        """Run to the end, or to the first reason to stop."""
+        """Run to the end, or to the first reason to stop; return the result."""
         stopped = "all batches were used"
         pieces = iter(batches)
         first = next(pieces, None)
@@ -131,7 +132,7 @@ class _Loop:
         return self._ended(stopped, validation)
 
     def _one(self, group: list[Any], validation: Sequence[Any]) -> str | None:
-        """One step with its validation and checkpoint; why learning ends here, None where it goes on."""
+        """Take one step with its validation and checkpoint; return the reason to stop, None to go on."""
         if self.trainer.steps >= self.settings.steps:
             return "all steps were taken"
         found = self.trainer.learn(group)
@@ -167,7 +168,7 @@ class _Loop:
 
     def _ended(self, stopped: str, validation: Sequence[Any]) -> Learned:
         progress = self.progress
-        # Tables that were never validated are returned where nothing is.
+        # Without validation the last tables are returned.
         if self.best is None or not validation:
             self.best, progress.best_step = self.trainer.tables(self.fingerprint), self.trainer.steps
         self._log(stopped=stopped, best=progress.best, best_step=progress.best_step)
@@ -189,7 +190,7 @@ class _Loop:
             self.folder.save(self.trainer, self.progress, self.best or self.trainer.tables(self.fingerprint))
 
     def _resumed(self) -> None:
-        """Go back to the checkpoint, and to the best tables that were kept with it."""
+        """Restore the checkpoint, and the best tables saved with it."""
         from kvcompile.extensions.beyond.storage import read_tables
 
         assert self.folder is not None
@@ -199,7 +200,7 @@ class _Loop:
 
 
 def native_loss(model: torch.nn.Module, batches: Iterable[Any], loss: Loss | None = None) -> float:
-    """The loss of the model as it is, in full precision, nats a token."""
+    """Return the loss of the model in full precision, without quantizers, in nats per token."""
     measure, device = loss or NextToken(model), next(model.parameters()).device
     total, count = 0.0, 0.0
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The loss that tables are learned on: next-token negative log-likelihood in nats, of the tokens that a batch counts."""
+"""The loss that tables are learned on: next-token negative log-likelihood in nats, summed over the tokens that a batch counts."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Loss = Callable[[Callable[..., Any], Any], tuple[torch.Tensor, torch.Tensor]]
 """(compiled model, batch) -> (sum of the loss over counted tokens, number of counted tokens)."""
 
 CHUNK = 1024
-"""Tokens whose logits are held in float32 at a time."""
+"""Tokens whose float32 logits are in memory at a time."""
 
 
 class NextToken:
     """Next-token loss of batches of token ids, for models that take ``input_ids`` and return logits, bare or as ``.logits``.
 
-    A batch is ids int64 [B, S], or a mapping with ``input_ids`` and maybe ``loss_mask`` [B, S]: False where a token is not counted as a
+    A batch is ids int64 [B, S], or a mapping with ``input_ids`` and optionally ``loss_mask`` [B, S]: False for a token that is not a
     target (a chat prefix, padding). The first token is never a target.
     """
 
@@ -53,7 +53,7 @@ def _chunk(logits: torch.Tensor, targets: torch.Tensor, kept: torch.Tensor) -> t
 
 
 def parts(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids int64 [B, S], which tokens are targets, bool [B, S]) of a batch; raises BadBatch."""
+    """Return a batch as (ids int64 [B, S], target mask bool [B, S]). Raises BadBatch."""
     given = batch if isinstance(batch, Mapping) else {"input_ids": batch}
     ids = given.get("input_ids")
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.dtype != torch.int64 or ids.shape[1] < 2:

@@ -1,4 +1,4 @@
-"""The parameters that are learned: levels and thresholds of each slot by module path, and the tables that they make."""
+"""The learned parameters: levels and thresholds of each slot by module path, and the tables made from them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvcompile.types import Role
 
 @dataclass(frozen=True)
 class SlotParameters:
-    """One slot's levels and thresholds, float32 in scales, and two operands of zeros whose gradients are G_L and G_R."""
+    """One slot's levels and thresholds, float32 in units of scales, and two operands of zeros whose gradients are G_L and G_R."""
 
     levels: torch.Tensor
     thresholds: torch.Tensor
@@ -23,7 +23,7 @@ class SlotParameters:
 
     @staticmethod
     def uniform(bits: int, heads: int, groups: int, device: torch.device) -> SlotParameters:
-        """Make those of plain asymmetric codes."""
+        """Return the parameters of plain asymmetric codes."""
         table = uniform_table(bits, heads, groups)
         nothing = torch.zeros_like(table.thresholds, device=device)
         return SlotParameters(
@@ -33,29 +33,32 @@ class SlotParameters:
 
     @property
     def operands(self) -> tuple[torch.Tensor, ...]:
-        """Return what the graph takes, in the order of ``hard_quantize``."""
+        """The inputs of the graph, in the order of ``hard_quantize``."""
         return self.levels, self.thresholds, self.left, self.right
 
     def table(self) -> Table:
-        """Make the table that is served, a copy."""
+        """Return a copy of the parameters as the table for serving."""
         return Table(self.levels.detach().cpu().clone(), self.thresholds.detach().cpu().clone())
 
     def load(self, table: Table) -> None:
-        """Take a table's contents."""
+        """Copy a table's contents into the parameters."""
         with torch.no_grad():
             self.levels.copy_(table.levels)
             self.thresholds.copy_(table.thresholds)
 
 
 class Parameters:
-    """The parameters of all attentions that were met so far, by module path and role, in that order."""
+    """The parameters of all attentions met so far, by module path and role, in the order of meeting."""
 
     def __init__(self, scheme: Beyond) -> None:
         self.scheme = scheme
         self.slots: dict[tuple[str, Role], SlotParameters] = {}
 
     def of(self, path: str, role: Role, heads: int, head_dim: int, device: torch.device) -> SlotParameters:
-        """Return those of a slot; uniform ones where it is met for the first time. Attentions of one module share them."""
+        """Return the parameters of a slot, uniform ones when it is first met. Attentions of one module share them.
+
+        Raises BadTables if those attentions differ in shape.
+        """
         key, groups = (path, role), head_dim // self.scheme.channels(head_dim)
         if key not in self.slots:
             self.slots[key] = SlotParameters.uniform(self.scheme.bits, heads, groups, device)
@@ -68,7 +71,7 @@ class Parameters:
         return self.slots[key]
 
     def all(self) -> list[SlotParameters]:
-        """All of them, in the order of meeting."""
+        """Return all slots' parameters, in the order of meeting."""
         return list(self.slots.values())
 
     @property
@@ -77,11 +80,11 @@ class Parameters:
         return list(dict.fromkeys(path for path, _ in self.slots))
 
     def tables(self, fingerprint: str) -> ModelTables:
-        """Make the tables of the whole model."""
+        """Return the tables of the whole model."""
         sites = {path: SiteTables(*(self.slots[path, role].table() for role in (Role.KEY, Role.VALUE))) for path in self.paths}
         return ModelTables(sites, fingerprint, self.scheme.group)
 
     def load(self, tables: ModelTables) -> None:
-        """Take the contents of a model's tables."""
+        """Copy the contents of a model's tables into the parameters."""
         for (path, role), slot in self.slots.items():
             slot.load(tables.for_module(path).for_role(role))

@@ -1,4 +1,4 @@
-"""Pictures of a run: loss by step, and how far learned levels and thresholds lie from uniform ones."""
+"""Pictures of a run: loss by step, and the distance of learned levels and thresholds from uniform ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvcompile.types import Role
 
 
 def draw_loss(losses: Sequence[tuple[int, float]], validations: Sequence[tuple[int, float]], to: Path) -> None:
-    """Draw the loss of steps and of validations, nats a token."""
+    """Draw the loss of steps and of validations, in nats per token, into the file ``to``."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
@@ -26,7 +26,10 @@ def draw_loss(losses: Sequence[tuple[int, float]], validations: Sequence[tuple[i
 
 
 def draw_levels(scheme: Beyond, to: Path) -> None:
-    """Draw the mean distance of each layer's levels and thresholds from uniform ones, in scales, keys and values."""
+    """Draw the mean distance of each layer's levels and thresholds from uniform ones, in units of scales, for keys and values.
+
+    Raises BadTables for a scheme without a model's tables.
+    """
     from matplotlib.figure import Figure
 
     if not isinstance(scheme.tables, ModelTables):

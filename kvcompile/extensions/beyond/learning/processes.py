@@ -1,4 +1,4 @@
-"""Several processes, as ``torchrun`` starts them: each has its own pieces of a batch, and all add their gradients up."""
+"""Several learning processes, as ``torchrun`` starts them: each has its own pieces of a batch, and their gradients are summed."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch.distributed as dist
 
 
 def count() -> int:
-    """How many processes learn together."""
+    """Return the number of processes that learn together."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """The number of this process."""
+    """Return the number of this process, from 0."""
     return dist.get_rank() if count() > 1 else 0
 
 
 def add_up(tensors: Sequence[torch.Tensor]) -> None:
-    """Make each tensor the sum over all processes, in place and in one message."""
+    """Replace each tensor by its sum over all processes, in place and in one message."""
     if count() == 1 or not tensors:
         return
     flat = torch.cat([tensor.reshape(-1).to(torch.float64) for tensor in tensors])

@@ -1,18 +1,18 @@
 """The hard quantizer of one slot's new tokens with the source's pseudo-gradients ("Beyond", section 3.2), as an autograd function.
 
-Forward: exactly what a store of the scheme would give back, min and step rounded to 16 bits alike. Backward, with u = dL / d(value) times
-the group's scale, the gradient by the value in scales, and window w:
+Forward: exactly the tokens that a store of the scheme would return, with minimum and step rounded to 16 bits alike. Backward, with
+u = dL / d(value) times the group's scale, the gradient by the value in units of scales, and window w:
 
     tokens      dL / d(value), unchanged                                            (straight through, Eq. 7)
     level k     sum of u over the values in bin k
     t_k left    -(level_k - level_(k-1)) * sum of u over t_k - w <= x < t_k         (G_L)
     t_k right   -(level_k - level_(k-1)) * sum of u over t_k <= x < t_k + w         (G_R)
 
-G_L and G_R come out apart, as gradients of two operands that the forward does not read: half-wave rectification (Eq. 8) is of
-sums over the whole minibatch, which pieces and processes add up first.
+G_L and G_R are returned separately, as gradients of two operands that the forward does not read: half-wave rectification (Eq. 8) applies
+to sums over the whole minibatch, after pieces and processes are added.
 
-Both directions are tensor code of a few hundred nodes, behind one operator each. On CUDA an operator runs its code compiled by Inductor,
-once for all layers of one kind: traced into the model's graph it would be most of it, and two layers took 46 s to compile where
+Both directions are tensor code of a few hundred nodes, each in one operator. On CUDA an operator runs its code compiled by Inductor,
+once for all layers of one kind: traced into the model's graph it would be most of that graph, and two layers took 46 s to compile where
 the operators took 13 s.
 """
 
@@ -33,7 +33,7 @@ from kvcompile.schemes.asymmetric import in_scales, stored_range
 
 @dataclass(frozen=True)
 class QuantizerConfig:
-    """The constants of a quantizer: bits of a code, dtype of stored scales, and the window of thresholds' gradients in scales."""
+    """The constants of a quantizer: bits of a code, dtype of stored scales, and the window of thresholds' gradients in units of scales."""
 
     bits: int
     scale_dtype: torch.dtype
@@ -41,24 +41,24 @@ class QuantizerConfig:
 
     @property
     def steps(self) -> int:
-        """Return how many scales a group spans."""
+        """The width of a group in units of scales."""
         return 2**self.bits - 1
 
 
 def _spread(table_KGn: torch.Tensor) -> torch.Tensor:
-    """A table [K, D // group, n] beside groups [B, K, S, D // group, group]: [K, 1, D // group, 1, n]."""
+    """Return a table [K, D // group, n] as [K, 1, D // group, 1, n], to broadcast over groups [B, K, S, D // group, group]."""
     return table_KGn[:, None, :, None]
 
 
 def _places(x_BKSD: torch.Tensor, groups: int, rule: QuantizerConfig) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Values in scales [B, K, S, groups, group], and the stored scales and zero points [B, K, S, groups, 1]."""
+    """Return values in units of scales [B, K, S, groups, group], and the stored scales and zero points [B, K, S, groups, 1]."""
     grouped = x_BKSD.to(torch.float32).unflatten(-1, (groups, x_BKSD.shape[-1] // groups))
     scale, zero = stored_range(grouped, -1, rule.steps, rule.scale_dtype)
     return in_scales(grouped, scale, zero), scale, zero
 
 
 def level_mapped(x_BKSD: torch.Tensor, levels: torch.Tensor, thresholds: torch.Tensor, rule: QuantizerConfig) -> torch.Tensor:
-    """The tokens [B, K, S, D] as their codes stand for them, in their dtype; tables [K, D // group, .], float32."""
+    """Return tokens [B, K, S, D] quantized and decoded, in their dtype; tables [K, D // group, .], float32."""
     place, scale, zero = _places(x_BKSD, levels.shape[1], rule)
     codes = codes_of(place, _spread(thresholds)).to(torch.int64)
     chosen = _spread(levels).expand(*codes.shape, -1).gather(-1, codes.unsqueeze(-1)).squeeze(-1)
@@ -66,12 +66,12 @@ def level_mapped(x_BKSD: torch.Tensor, levels: torch.Tensor, thresholds: torch.T
 
 
 class HardQuantizer(torch.autograd.Function):
-    """``level_mapped`` with pseudo-gradients; operands: tokens, levels, thresholds, left, right, rule. See the module."""
+    """``level_mapped`` with pseudo-gradients, for the operands tokens, levels, thresholds, left, right, rule. See the module."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, levels: torch.Tensor, thresholds: torch.Tensor, left: torch.Tensor, right: torch.Tensor,
                 rule: QuantizerConfig) -> torch.Tensor:
-        """The level-mapped tokens."""
+        """Return the quantized and decoded tokens."""
         del left, right
         ctx.save_for_backward(x, levels, thresholds)
         ctx.rule = rule
@@ -79,7 +79,7 @@ class HardQuantizer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Gradients of the operands: straight through to the tokens, none by thresholds but G_L and G_R."""
+        """Return the operands' gradients: straight through to the tokens, none for thresholds, whose G_L and G_R go to left and right."""
         (grad,), (x, levels, thresholds) = grads, ctx.saved_tensors
         rule = ctx.rule
         by_level, left, right = torch.ops.kvcompile.table_gradients(
@@ -91,7 +91,7 @@ class HardQuantizer(torch.autograd.Function):
 def table_gradients(
     grad: torch.Tensor, x: torch.Tensor, levels: torch.Tensor, thresholds: torch.Tensor, rule: QuantizerConfig
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(by levels [K, G, n], G_L, G_R [K, G, n - 1]) from dL / d(value) [B, K, S, D]; float32, the unit is the scale."""
+    """Return (by levels [K, G, n], G_L, G_R [K, G, n - 1]) from dL / d(value) [B, K, S, D]; float32, in units of scales."""
     place, scale, _ = _places(x, levels.shape[1], rule)
     weight = grad.to(torch.float32).unflatten(-1, place.shape[-2:]) * scale.to(torch.float32)
     codes = codes_of(place, _spread(thresholds))
@@ -110,7 +110,7 @@ def table_gradients(
 
 
 def rectified(left: torch.Tensor, right: torch.Tensor, half_wave: bool = True) -> torch.Tensor:
-    """The gradient by thresholds from G_L and G_R of a whole minibatch (Eq. 8); their plain sum where not ``half_wave`` (its Table 3)."""
+    """Return the thresholds' gradient from G_L and G_R of a whole minibatch (Eq. 8); their plain sum without ``half_wave`` (Table 3)."""
     return left.clamp(min=0) + right.clamp(max=0) if half_wave else left + right
 
 
@@ -118,25 +118,25 @@ def hard_quantize(
     x: torch.Tensor, levels: torch.Tensor, thresholds: torch.Tensor, left: torch.Tensor, right: torch.Tensor, bits: int,
     scale_dtype: torch.dtype, window: float,
 ) -> torch.Tensor:
-    """The tokens [B, K, S, D] of one slot, level-mapped, differentiable: what a graph for training calls."""
+    """Return the tokens [B, K, S, D] of one slot quantized and decoded, differentiable; training graphs call this."""
     return HardQuantizer.apply(x, levels, thresholds, left, right, QuantizerConfig(bits, scale_dtype, window))
 
 
 @functools.cache
 def _code(function: Callable[..., Any], device: str) -> Callable[..., Any]:
-    """A function of this module as it runs on a device: compiled where that is CUDA."""
+    """Return a function of this module for a device: compiled for CUDA, else unchanged."""
     return compiled(function) if device == "cuda" else function
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function by Inductor, with quotients as eager code rounds them; batches of any number of lengths share a few compilations."""
+    """Return the function compiled by Inductor with eager's division; batches of many lengths share a few compilations."""
     return torch.compile(function, fullgraph=True, options=exact_division())
 
 
 def _level_mapped(
     x: torch.Tensor, levels: torch.Tensor, thresholds: torch.Tensor, bits: int, scale_dtype: torch.dtype
 ) -> torch.Tensor:
-    # Compiled graphs count on the strides of the meta function.
+    # Compiled graphs rely on the strides of the meta function.
     return _code(level_mapped, x.device.type)(x, levels, thresholds, QuantizerConfig(bits, scale_dtype, 0.0)).contiguous()
 
 

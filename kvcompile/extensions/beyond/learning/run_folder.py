@@ -1,7 +1,7 @@
-"""The run folder: configuration, log, the best tables, a checkpoint to resume from, and pictures where matplotlib is there.
+"""The run folder: configuration, log, the best tables, a checkpoint to resume from, and pictures if matplotlib is installed.
 
     config.json   scheme, settings, the model's fingerprint     log.jsonl   a line for every step and validation
-    best.safetensors   tables of the lowest validation           checkpoint.safetensors   parameters, Adam's state, and where it was
+    best.safetensors   tables of the lowest validation           checkpoint.safetensors   parameters, Adam's state, and progress
     loss.png, levels.png
 """
 
@@ -31,7 +31,7 @@ Loss = Annotated[float, Range()]
 
 @dataclasses.dataclass
 class Progress:
-    """Progress of one run: pieces of batches used, validations as (step, loss), the best one, and how many rose in a row."""
+    """Progress of one run: pieces used, (step, loss) of validations and of steps, the best validation, and its last rises in a row."""
 
     pieces: Count = 0
     validations: list[tuple[Count, Loss]] = dataclasses.field(default_factory=list)
@@ -42,7 +42,7 @@ class Progress:
 
 
 class RunFolder:
-    """A folder of one run; ``config`` is what a resumed run must have in common with it. Without ``writes`` it is only read."""
+    """The folder of one run. ``config``: settings that a resumed run must share; ``writes`` False: the folder is only read."""
 
     def __init__(self, folder: Path, config: dict[str, Any], resume: bool, writes: bool = True) -> None:
         self.folder, self.config, self.writes = folder, config, writes
@@ -79,7 +79,7 @@ class RunFolder:
             file.write(json.dumps(line) + "\n")
 
     def keep_best(self, scheme: Beyond) -> None:
-        """Write the best tables."""
+        """Write the best tables to the folder."""
         if not self.writes:
             return
         save_tables(scheme, self.folder / "best.safetensors")
@@ -87,7 +87,7 @@ class RunFolder:
     # --- checkpoints -----------------------------------------------------------------------------
 
     def save(self, trainer: Trainer, progress: Progress, best: Beyond) -> None:
-        """Write a checkpoint, whole or not at all, and the best tables beside it."""
+        """Write a checkpoint, whole or not at all, and the best tables."""
         from safetensors.torch import save_file
 
         if not self.writes:
@@ -103,7 +103,7 @@ class RunFolder:
         unfinished.replace(self.folder / "checkpoint.safetensors")
 
     def load(self, trainer: Trainer) -> Progress:
-        """Bring a trainer that has met its attentions to where the checkpoint was; raises BadRun, and changes nothing then."""
+        """Restore a trainer that has met its attentions from the checkpoint. Raises BadRun, and then changes nothing."""
         named = _named(trainer.parameters)
         try:
             tensors, metadata = read_tensors(
@@ -127,7 +127,7 @@ class RunFolder:
     # --- pictures --------------------------------------------------------------------------------
 
     def draw(self, progress: Progress, scheme: Beyond) -> None:
-        """Draw the loss and the learned levels, where matplotlib is installed."""
+        """Draw the loss and the learned levels, if matplotlib is installed."""
         if not self.writes or importlib.util.find_spec("matplotlib") is None:
             return
         from kvcompile.extensions.beyond.learning.pictures import draw_levels, draw_loss
@@ -137,7 +137,7 @@ class RunFolder:
 
 
 def _named(parameters: Parameters) -> dict[str, torch.Tensor]:
-    """The learned tensors by name, as a file has them."""
+    """Return the learned tensors by their names in a file."""
     return {
         f"{path}.{role.value}.{name}": tensor
         for (path, role), slot in parameters.slots.items() for name, tensor in (("levels", slot.levels), ("thresholds", slot.thresholds))

@@ -1,7 +1,7 @@
-"""Comparison of training with serving: one batch through the graph that learns, and through the compiled cache that will be served.
+"""Comparison of training with serving: one batch through the graph used for learning, and through the compiled cache used for serving.
 
-A model may cache something else than it attends to (keys before a normalisation, values before a gate). Tables would then be learned for
-numbers that no cache holds, and nothing else would say so.
+A model may cache tensors other than those it attends to (keys before a normalisation, values before a gate). Tables would then be learned
+for numbers that no cache holds, and only this comparison detects it.
 """
 
 from __future__ import annotations
@@ -26,15 +26,17 @@ log = logging.getLogger(__name__)
 ROWS, TOKENS = 2, 96
 """The part of a batch that is compared."""
 LARGEST = 0.25
-"""Difference of training from serving, as a share of what quantization itself changes; by rounding it is below a hundredth in float32."""
+"""Largest allowed difference of training from serving, as a share of the change by quantization; rounding alone is below 0.01 in float32.
+"""
 
 
 def compare(model: torch.nn.Module, batch: Any, scheme: Beyond, rule: QuantizerConfig) -> float | None:
-    """Difference of logits between training and serving with uniform tables, over the change that quantization makes; None: not comparable.
+    """Return the difference of logits between training and serving with uniform tables, relative to the change by quantization.
 
-    Raises ServedOtherwise above ``LARGEST``. Comparable are batches of token ids and models that take ``input_ids``, ``past_key_values``
-    and ``use_cache``. Both are compiled to eager operators and forgotten by Dynamo afterwards (``torch.compiler.reset``), as it keeps
-    few versions of a model.
+    Returns None if they are not comparable; comparable are batches of token ids, and models that take ``input_ids``, ``past_key_values``
+    and
+    ``use_cache``. Raises ServedOtherwise above ``LARGEST``. Both are compiled to eager operators, and ``torch.compiler.reset`` then removes
+    them from Dynamo, which keeps few versions of a model.
     """
     if not _makes_cache(model):
         log.info("training is not compared with serving: %s takes no input_ids, past_key_values and use_cache", type(model).__name__)
@@ -61,7 +63,7 @@ def compare(model: torch.nn.Module, batch: Any, scheme: Beyond, rule: QuantizerC
 
 
 def _makes_cache(model: torch.nn.Module) -> bool:
-    """Whether the model fills a cache of its own where it is asked to, as those of transformers do."""
+    """Return whether the model fills a cache of its own on request, as transformers' models do."""
     return {"input_ids", "past_key_values", "use_cache"} <= inspect.signature(model.forward).parameters.keys()
 
 

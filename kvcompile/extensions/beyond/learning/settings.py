@@ -1,4 +1,4 @@
-"""The settings of learning; the defaults are the source's (its Table 1), its windows and rates in units where a group spans 0 to 1."""
+"""The settings of learning; the defaults are the source's (its Table 1), with windows and rates in units where a group spans 0 to 1."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from kvcompile.settings import Inner
 
 @dataclasses.dataclass(frozen=True)
 class LearnSettings:
-    """How tables are learned.
+    """The settings of learning.
 
-    ``steps``           optimizer steps at most; the cosine ends there
-    ``batch``           sequences a step, over all processes; a batch that is given smaller is one of several pieces
-    ``rate``            Adam's, at the first step
-    ``window``          around a threshold, in which values move it
-    ``validate_every``  steps between validations;  ``patience``: rising ones in a row that end learning
+    ``steps``           largest number of optimizer steps, and the length of the rate's cosine
+    ``batch``           sequences per step, over all processes; smaller batches are joined as pieces of one step
+    ``rate``            Adam's learning rate at the first step
+    ``window``          the distance from a threshold within which values move it
+    ``validate_every``  steps between validations;  ``patience``: consecutive rising validations that end learning
     ``levels``, ``thresholds``, ``half_wave``   False for the source's ablations
-    ``margin``          between thresholds, in the units of ``window``
-    ``compared``        whether training is compared with serving first, where the model makes a cache if asked
-    ``memory_budget``   share of activations that Inductor keeps for the backward pass; below 1 it computes the others again
+    ``margin``          least distance of thresholds, in the units of ``window``
+    ``compared``        whether to compare training with serving first, if the model can make a cache
+    ``memory_budget``   share of activations that Inductor keeps for the backward pass; below 1 it recomputes the others
     """
 
     steps: int = 500
@@ -51,9 +51,9 @@ class LearnSettings:
             raise BadLearnSetting(setting="memory_budget", expected="a number from 0 to 1", found=self.memory_budget)
 
     def rate_at(self, step: int) -> float:
-        """The rate of one step, from 0 on: a cosine down to zero."""
+        """Return the learning rate of a step, counted from 0: a cosine down to zero."""
         return self.rate * 0.5 * (1 + math.cos(math.pi * step / self.steps))
 
     def plain(self) -> dict[str, object]:
-        """For JSON."""
+        """Return the settings as a dict for JSON."""
         return {**dataclasses.asdict(self), "inner": self.inner.value}

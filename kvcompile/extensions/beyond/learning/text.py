@@ -1,4 +1,4 @@
-"""Text as batches to learn from: sequences of one length behind a prefix that is context and no target (the source's Appendix A)."""
+"""Text as batches to learn from: sequences of one length after a prefix that is context and no target (the source's Appendix A)."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from kvcompile.files.declared import as_declared
 from kvcompile.files.json_file import parsed
 
 CHAT_PROMPT = "Continue the following text."
-"""The user's message that plain text is the answer to, for models that were trained on chats."""
+"""The user's message that plain text answers, for models trained on chats."""
 
 
 @dataclass(frozen=True)
 class TokenEncoding:
-    """How text becomes token ids, and the ids that stand in front of every sequence and are no targets."""
+    """The function from text to token ids, and the ids that precede every sequence and are no targets."""
 
     encode: Callable[[str], Sequence[int]]
     prefix: tuple[int, ...] = ()
 
 
 def documents(paths: Sequence[Path]) -> Iterator[str]:
-    """The texts of files: a file whole, or the ``text`` of every line of a .jsonl; raises BadBatch where one cannot be read."""
+    """Yield the texts of files: a whole file, or the ``text`` of every line of a .jsonl. Raises BadBatch for a file that cannot be read."""
     for path in paths:
         try:
             content = path.read_text(encoding="utf-8")
             if path.suffix != ".jsonl":
                 yield content
                 continue
-            # Other ends of lines than this one may stand inside a JSON text.
+            # Other line ends may occur inside a JSON text.
             for line in filter(str.strip, content.split("\n")):
                 yield as_declared(str, parsed(line, dict[str, Any], path.name).get("text"), f"{path.name}.text")
         except (OSError, UnicodeDecodeError, FileUnfit) as error:
@@ -43,7 +43,10 @@ def documents(paths: Sequence[Path]) -> Iterator[str]:
 
 
 def sequences(texts: Iterator[str], tokens: TokenEncoding, length: int) -> list[list[int]]:
-    """Runs of token ids of ``length`` less the prefix, documents one behind the other; what is left at the end is dropped."""
+    """Return runs of ``length`` token ids minus the prefix's, from the concatenated documents; an incomplete last run is dropped.
+
+    Raises BadBatch if ``length`` leaves fewer than two tokens after the prefix.
+    """
     room = length - len(tokens.prefix)
     if room < 2:
         raise BadBatch(expected=f"sequences longer than the prefix ({len(tokens.prefix)} tokens)", found=length, todo="raise the length")
@@ -58,7 +61,7 @@ def sequences(texts: Iterator[str], tokens: TokenEncoding, length: int) -> list[
 
 
 def split(runs: list[list[int]], validation: int, seed: int = 0) -> tuple[list[list[int]], list[list[int]]]:
-    """(training, validation) sequences, shuffled; raises BadBatch where there are too few."""
+    """Return (training, validation) sequences, shuffled. Raises BadBatch if there are too few."""
     if len(runs) <= validation:
         raise BadBatch(
             expected=f"more than {validation} sequences, of which as many are held out", found=f"{len(runs)} in these files",
@@ -70,7 +73,7 @@ def split(runs: list[list[int]], validation: int, seed: int = 0) -> tuple[list[l
 
 
 def batches(runs: Sequence[Sequence[int]], tokens: TokenEncoding, rows: int) -> list[dict[str, torch.Tensor]]:
-    """Batches of ``rows`` sequences behind the prefix, whose tokens are no targets; all but the last have as many."""
+    """Return batches of ``rows`` sequences, each after the prefix, whose tokens are no targets; the last batch may have fewer."""
     made = []
     for at in range(0, len(runs), rows):
         part = torch.tensor([[*tokens.prefix, *run] for run in runs[at : at + rows]], dtype=torch.int64, device="cpu")

@@ -1,7 +1,8 @@
-"""The trainer: one optimizer step from pieces of a batch, validation, and the tables as they are; no files, no printing.
+"""The trainer: one optimizer step from pieces of a batch, validation, and the current tables; no files, no printing.
 
-Adam and the window are in units where a group spans 0 to 1, parameters in scales, of which it spans c = 2^bits - 1. Adam's update does
-not depend on the unit of a gradient but for its epsilon, so rate times c and epsilon over c are the source's optimizer exactly.
+Adam and the window are in units where a group spans 0 to 1; parameters are in units of scales, where it spans c = 2^bits - 1. Except for
+its epsilon, Adam's update does not depend on the unit of a gradient, so rate times c and epsilon over c give the source's optimizer
+exactly.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from kvcompile.extensions.model_runs import moved
 from kvcompile.passes.graph.dynamo import many_versions
 
 MOST_GRAPHS = 1024
-"""Versions of one frame that are compiled: texts of another length, and validation, are graphs of their own."""
+"""Versions of one frame that are compiled: each length of text, and validation, has a graph of its own."""
 
 EPSILON = 1e-8
-"""Adam's, where a group spans 0 to 1."""
+"""Adam's epsilon, in units where a group spans 0 to 1."""
 
 
 class Trainer:
-    """A model with quantizers in its graph, their parameters and Adam's state; ``step`` counts optimizer steps."""
+    """A model with quantizers in its graph, their parameters and Adam's state; ``steps`` counts optimizer steps."""
 
     def __init__(self, model: torch.nn.Module, scheme: Beyond, settings: LearnSettings, loss: Loss) -> None:
         self.model, self.scheme, self.settings, self.loss = model, scheme, settings, loss
@@ -48,7 +49,7 @@ class Trainer:
     # --- parameters ------------------------------------------------------------------------------
 
     def meet(self, batch: Any) -> None:
-        """Find the model's attentions by running a batch; raises NothingToLearn where there is none."""
+        """Find the model's attentions by running a batch, and make Adam. Raises NothingToLearn if there are none."""
         try:
             with torch.no_grad(), many_versions(MOST_GRAPHS):
                 self.loss(self.run, moved(batch, self.device))
@@ -68,20 +69,23 @@ class Trainer:
         self.adam = torch.optim.Adam(learned, lr=self.settings.rate * self.span, eps=EPSILON / self.span) if learned else None
 
     def learned(self) -> list[torch.Tensor]:
-        """The tensors that Adam moves."""
+        """Return the tensors that Adam updates."""
         slots, settings = self.parameters.all(), self.settings
         levels = [slot.levels for slot in slots] if settings.levels else []
         return levels + ([slot.thresholds for slot in slots] if settings.thresholds else [])
 
     def tables(self, fingerprint: str) -> Beyond:
-        """The scheme with the tables as they are now."""
+        """Return the scheme with the current tables."""
         made = self.parameters.tables(fingerprint)
         return Beyond(self.scheme.bits, self.scheme.group, self.scheme.scale_dtype, trained=True, tables=made)
 
     # --- learning --------------------------------------------------------------------------------
 
     def learn(self, pieces: Sequence[Any]) -> float:
-        """Take one optimizer step on a batch in pieces; its loss in nats a token, or NaN, and no step, where gradients are not finite."""
+        """Take one optimizer step on a batch in pieces; return its loss in nats per token.
+
+        Returns NaN, without a step, if gradients are not finite. Raises BadBatch for a batch without tokens that count.
+        """
         if not self.parameters.slots:
             self.meet(pieces[0])
         slots = self.parameters.all()
@@ -104,13 +108,13 @@ class Trainer:
         return float(total / count) if self._finite else math.nan
 
     def _loss_of(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss of a batch, (sum, count), from keys and values that were quantized; raises BadBatch where any were not."""
+        """Return the loss of a batch, (sum, count), over quantized keys and values. Raises BadBatch if any were not quantized."""
         self.backend.ran.clear()
         with many_versions(MOST_GRAPHS):
             found = self.loss(self.run, moved(batch, self.device))
         missed = len(self.parameters.slots) - len(self.backend.ran)
         if missed:
-            # Past its limit of versions Dynamo runs the model as it is, whose loss says nothing of the tables.
+            # Beyond its limit of versions Dynamo runs the unchanged model, whose loss does not depend on the tables.
             raise BadBatch(
                 expected=f"the keys and values of all {len(self.parameters.slots)} slots quantized", found=f"{missed} that were not",
                 todo="pass batches of fewer lengths, through the layers that every batch goes through",
@@ -118,7 +122,7 @@ class Trainer:
         return found
 
     def _step(self, count: float) -> None:
-        """Adam's step from summed gradients, then the projection."""
+        """Take Adam's step from summed gradients, then project the thresholds; no step if gradients are not finite."""
         slots, settings = self.parameters.all(), self.settings
         for slot in slots:
             if slot.left.grad is not None and slot.right.grad is not None:
@@ -141,7 +145,7 @@ class Trainer:
     _finite = True
 
     def validate(self, batches: Iterable[Any]) -> float:
-        """The loss over batches, nats a token."""
+        """Return the loss over batches, in nats per token. Raises BadBatch if no token counts."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         count = torch.zeros((), dtype=torch.float64, device=self.device)
         with torch.no_grad():

@@ -6,7 +6,7 @@
     after:
     out = sdpa(q, repeat(hard_quantize(k, *tables)), repeat(hard_quantize(v, *tables)), is_causal=True)
 
-Tables come in as inputs behind all others, so that autograd reaches them and no recompile makes new ones.
+Tables are inputs after all others, so that autograd reaches them and a recompile does not make new ones.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from kvcompile.types import Role, SlotSpec
 
 
 class TrainingBackend:
-    """A Dynamo backend that learns: quantizers are inserted, their parameters made when an attention is first met.
+    """A Dynamo backend for learning: inserts quantizers, and makes their parameters when it first meets an attention.
 
-    ``memory_budget``: the share of activations that Inductor's partitioner keeps for the backward pass; the others are computed again.
+    ``memory_budget``: the share of activations that Inductor's partitioner keeps for the backward pass; it recomputes the others.
     """
 
     def __init__(self, parameters: Parameters, rule: QuantizerConfig, inner: Inner = Inner.INDUCTOR, memory_budget: float = 1.0) -> None:
@@ -63,7 +63,7 @@ class TrainingBackend:
         return run
 
     def quantized(self, captured: Captured) -> tuple[fx.GraphModule, list[SlotParameters]]:
-        """The graph with quantizers, and the parameters that its last inputs are, four of each."""
+        """Return the graph with quantizers, and the parameters that are its last inputs, four of each."""
         found = find(captured)
         self.refusals += found.refusals
         graph = fx.Graph()
@@ -87,7 +87,7 @@ class TrainingBackend:
 
 
 class Insertion:
-    """Puts the quantizers of one graph in; ``slots``: the parameters of the inputs that were added, in order."""
+    """Inserts the quantizers of one graph; ``slots``: the parameters of the added inputs, in order."""
 
     def __init__(self, backend: TrainingBackend, captured: Captured, graph: fx.Graph, copies: dict[fx.Node, fx.Node]) -> None:
         self.backend, self.graph, self.copies = backend, graph, copies
@@ -96,7 +96,7 @@ class Insertion:
         self.mapped: dict[Any, fx.Node] = {}
 
     def site(self, site: UncachedSite) -> None:
-        """Let an attention read level-mapped keys and values; those that two attentions share are mapped once, as one cache would be."""
+        """Make an attention read quantized keys and values; tensors that two attentions share are quantized once, like one cache."""
         for slot, role in ((site.key, Role.KEY), (site.value, Role.VALUE)):
             operand, roles = (site.attention.k, site.attention.k_roles) if role is Role.KEY else (site.attention.v, site.attention.v_roles)
             readers = [self.copies[node] for node in site.attention.nodes if node in operand.users]
@@ -114,7 +114,7 @@ class Insertion:
         return next(at for at, other in enumerate(self.graph.nodes) if other is node)
 
     def _mapped(self, emit: Emitter, slot: Slot, role: Role, path: str) -> fx.Node:
-        """New tokens [B, K, S, D] behind the quantizer, ahead of whoever reads them first."""
+        """Emit the quantized new tokens [B, K, S, D] before their first reader."""
         heads, head_dim = slot.heads, slot.head_dim
         root, scheme = value_of(slot.root), self.backend.parameters.scheme
         spec = SlotSpec(heads, head_dim, root.dtype, role)
@@ -133,11 +133,11 @@ class Insertion:
 
 
 def _repeated(emit: Emitter, tokens: fx.Node, slot: Slot, roles: tuple[str, ...], groups: int) -> fx.Node:
-    """Tokens [B, K, S, D] as the attention's operand has them: heads repeated or tiled, dims of ``roles``, multiplied as it is."""
+    """Emit tokens [B, K, S, D] as the operand: heads repeated or tiled, dims ordered as ``roles``, times the slot's factor."""
     if slot.factor != 1.0:
         tokens = emit.call(aten.mul.Scalar, tokens, slot.factor)
     if groups > 1:
-        # Query head k * groups + g reads kv head k, or g * heads + k where they are tiled.
+        # Query head k * groups + g reads kv head k, or g * heads + k if they are tiled.
         tokens = emit.call(aten.unsqueeze.default, tokens, 1 if slot.tiled else 2)
         shape = [-1, groups, slot.heads, -1, -1] if slot.tiled else [-1, slot.heads, groups, -1, -1]
         tokens = emit.call(aten.flatten.using_ints, emit.call(aten.expand.default, tokens, shape), 1, 2)

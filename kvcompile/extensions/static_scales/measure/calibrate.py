@@ -1,4 +1,4 @@
-"""``calibrate``: static scales of a model from batches of its tokens, and the share of values that they clip."""
+"""``calibrate``: static scales of a model from batches of tokens, and the share of values that they clip."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from kvcompile.types import Role
 
 NAMES = ("int8", "fp8")
 MOST_GRAPHS = 1024
-"""Versions of one frame that are traced: a text of a new length is a graph of its own."""
+"""Versions of one frame that are traced: each length of text has a graph of its own."""
 
 
 @dataclass(frozen=True)
 class SlotCalibration:
-    """Findings about one slot: its largest magnitude, its scales, and the shares of values that they clip.
+    """The result for one slot: its largest magnitude, its scales, and the shares of values that they clip.
 
-    ``clipped``: of the calibration's own batches; ``clipped_validation``: of others, None where there were none.
+    ``clipped``: of the calibration's own batches; ``clipped_validation``: of the validation batches, None without any.
     """
 
     path: str
@@ -41,7 +41,7 @@ class SlotCalibration:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The result of a calibration: the scheme, its slots in the order of the model, and how many tokens were seen."""
+    """The result of a calibration: the scheme, its slots in the order of the model, and the number of tokens seen."""
 
     scheme: Calibrated
     slots: tuple[SlotCalibration, ...]
@@ -50,10 +50,7 @@ class Calibration:
 
 @dataclass(frozen=True)
 class CalibrationOptions:
-    """The choices of a calibration; raises BadCalibration.
-
-    ``percentile``: how many of a hundred values a scale covers. ``margin``: how many times that magnitude.
-    """
+    """The options of a calibration. ``percentile``: the percentage of values that a scale covers; ``margin``: a factor on its range."""
 
     kind: type[Calibrated]
     granularity: ScaleExtent
@@ -62,7 +59,7 @@ class CalibrationOptions:
 
     @staticmethod
     def of(scheme: str, granularity: str | ScaleExtent, percentile: float, margin: float) -> CalibrationOptions:
-        """Read the arguments of ``calibrate``."""
+        """Return the options from the arguments of ``calibrate``. Raises BadCalibration."""
         kind = static_of(scheme) if isinstance(scheme, str) else None
         if kind is None:
             raise BadCalibration(setting="scheme", expected=" or ".join(NAMES), found=scheme)
@@ -83,9 +80,11 @@ def calibrate(
     """Measure static scales of ``scheme`` (int8 or fp8) on a causal model; returns the scheme that has them, ready to serve.
 
     ``batches``: token ids [B, S], or mappings of the model's arguments; tokens that an ``attention_mask`` [B, S] masks do not count.
-    ``granularity``: one scale for each layer and half (tensor), or for each kv head of it (head). A scale covers the largest magnitude, or
-    with ``percentile`` so many of a hundred values, times ``margin``; what lies beyond is clipped. ``report`` is called with what was found
-    and the share that is clipped of ``batches``, which are gone through twice then, and of ``validation``.
+    ``granularity``: one scale for the keys and one for the values of each layer (tensor), or one per kv head (head). A scale covers the
+    largest
+    magnitude, or with ``percentile`` that percentage of the values, times ``margin``; values beyond are clipped. ``report`` is called with
+    the
+    findings and the clipped shares of ``batches``, which then run twice, and of ``validation``.
     """
     options = CalibrationOptions.of(scheme, granularity, percentile, margin)
     held = list(batches)
@@ -106,7 +105,7 @@ def calibrate(
 
 
 def _scales(slot: SlotIdentity, found: Magnitudes, options: CalibrationOptions) -> Scales:
-    """The scales of one slot; raises BadScales where nothing can be said of it."""
+    """Return the scales of one slot. Raises BadScales if its magnitudes are not finite or all zero."""
     where = f"the {slot.role.value}s of {slot.path or 'the model'}"
     if not found.finite:
         raise BadScales(expected=f"finite numbers in {where}", found="NaN or Inf", todo="calibrate in another dtype, or on other text")
@@ -116,14 +115,14 @@ def _scales(slot: SlotIdentity, found: Magnitudes, options: CalibrationOptions) 
 
 
 def _scheme(model: torch.nn.Module, scales: Mapping[SlotIdentity, Scales], options: CalibrationOptions) -> Calibrated:
-    """The scheme with the scales of all slots by module path."""
+    """Return the scheme with the scales of all slots by module path."""
     paths = dict.fromkeys(slot.path for slot in scales)
     sites = {path: SiteScales(*(scales[SlotIdentity(path, role)] for role in Role)) for path in paths}
     return with_scales(options.kind, ModelScales(sites, fingerprint(model)))
 
 
 class _CalibrationRun:
-    """A model that is run over batches while its slots are looked at; ``tokens``: how many counted in the last pass that measured."""
+    """A model run over batches while its slots are observed; ``tokens``: the number that counted in the last measuring pass."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model, self.tokens = model, 0
@@ -134,11 +133,11 @@ class _CalibrationRun:
         self.known: set[SlotIdentity] = set()
         self.look: Callable[[SlotIdentity, torch.Tensor], None] = lambda slot, tokens: None
         self.backend = ObservingBackend(self._observe)
-        # One graph for each length of text, none that is dynamic: a pass is all that it is for.
+        # One graph for each length of text, none dynamic: a graph is only used for this pass.
         self.compiled = torch.compile(model, backend=self.backend, dynamic=False)
 
     def magnitudes(self, batches: list[Any], counted: bool) -> dict[SlotIdentity, Magnitudes]:
-        """The magnitudes of every slot; raises NothingToLearn where there is none."""
+        """Return the magnitudes of every slot. Raises NothingToLearn if there is none."""
         found: dict[SlotIdentity, Magnitudes] = {}
         self._pass(batches, lambda slot, tokens: found.setdefault(slot, Magnitudes(counted)).add(tokens))
         if found:
@@ -150,7 +149,7 @@ class _CalibrationRun:
     def clipped(
         self, batches: list[Any], scales: Mapping[SlotIdentity, Scales], options: CalibrationOptions
     ) -> dict[SlotIdentity, Clipped]:
-        """How many values of every slot lie beyond its range."""
+        """Return the number of values of every slot beyond its range."""
         found = {slot: Clipped(held.values * options.kind.qmax) for slot, held in scales.items()}
         tokens = self.tokens
         self._pass(batches, lambda slot, seen: found[slot].add(seen) if slot in found else None)
@@ -190,14 +189,14 @@ class _CalibrationRun:
             raise
         self.known = self.known or self.seen
         if self.seen != self.known:
-            # Behind its limit of versions Dynamo runs a model uncompiled, and nothing would be seen of it.
+            # Beyond its limit of versions Dynamo runs a model uncompiled, and nothing is observed.
             raise BadBatch(
                 expected=f"a batch that shows all {len(self.known)} keys and values of the others", found=f"{len(self.seen)} of them",
                 todo="pass batches of fewer lengths, through the layers that every batch goes through",
             )
 
     def _observe(self, slot: SlotIdentity, tokens_BKSD: torch.Tensor) -> None:
-        """Show the tokens of one slot that are no padding."""
+        """Pass the tokens of one slot that are not padding to the observer. Raises BadBatch unless there is one per token of the batch."""
         assert self.keep is not None
         if (tokens_BKSD.shape[0], tokens_BKSD.shape[2]) != tuple(self.keep.shape):
             raise BadBatch(

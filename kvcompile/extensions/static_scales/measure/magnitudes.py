@@ -1,4 +1,4 @@
-"""Magnitudes of the tokens that one slot was seen to hold: the largest of each kv head, and where a percentile lies."""
+"""Magnitudes of one slot's tokens over a calibration: the largest of each kv head, and percentiles."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from kvcompile.extensions.static_scales.scales import ScaleExtent, Scales
 from kvcompile.schemes.symmetric import stored_scale
 
 BITS = 16
-"""Low bits of a float32 that a histogram leaves out: its bins are 1/128 of their magnitude wide."""
+"""Low bits of a float32 that the histogram ignores: its bins are 1/128 of their magnitude wide."""
 BINS = 1 << (31 - BITS)
 
 
 @dataclass
 class Magnitudes:
-    """The largest magnitude of each kv head, float32 [K], and a histogram of all, int64 [K, BINS], where percentiles are asked for.
+    """The largest magnitude of each kv head, float32 [K], and, if ``counted``, a histogram of all, int64 [K, BINS], for percentiles.
 
-    ``finite``: whether no NaN or Inf was seen. ``values``: how many magnitudes a head has.
+    ``finite``: whether no NaN or Inf was seen. ``values``: the number of magnitudes per head.
     """
 
     counted: bool = False
@@ -29,7 +29,7 @@ class Magnitudes:
     finite: bool = True
 
     def add(self, tokens_nKD: torch.Tensor) -> None:
-        """Count tokens [n, K, D]; waits for the device."""
+        """Count tokens [n, K, D]. Waits for the device."""
         size = tokens_nKD.detach().to(torch.float32).abs()
         heads = size.shape[1]
         if not self.values:
@@ -45,7 +45,7 @@ class Magnitudes:
             self.histogram += torch.bincount(bins.reshape(-1), minlength=heads * BINS)[: heads * BINS].cpu().view(heads, BINS)
 
     def covering(self, extent: ScaleExtent, percentile: float) -> torch.Tensor:
-        """The magnitude [1] or [K] that so many of a hundred values do not exceed; exact at 100, else at most 1/128 above."""
+        """Return the magnitude [1] or [K] that ``percentile`` percent of the values do not exceed; exact at 100, else up to 1/128 above."""
         amax = self.amax if extent is ScaleExtent.HEAD else self.amax.amax().reshape(1)
         if percentile >= 100:
             return amax
@@ -56,7 +56,7 @@ class Magnitudes:
         return torch.minimum(edge, amax)
 
     def scales(self, extent: ScaleExtent, percentile: float, margin: float, largest: float) -> Scales:
-        """The scales whose largest code stands for ``margin`` times that magnitude; a head of zeros alone has that of the others."""
+        """Return the scales whose largest code is ``margin`` times that magnitude; a head of zeros gets the largest scale of the others."""
         covered = self.covering(extent, percentile)
         covered = torch.where(covered > 0, covered, covered.amax())
         return Scales(stored_scale(covered * margin, largest, torch.float32))
@@ -64,20 +64,20 @@ class Magnitudes:
 
 @dataclass
 class Clipped:
-    """How many values lie beyond a slot's range [1] or [K], of how many."""
+    """The number of values beyond a slot's range ``reach``, [1] or [K], and the number of all values."""
 
     reach: torch.Tensor
     beyond: int = 0
     values: int = 0
 
     def add(self, tokens_nKD: torch.Tensor) -> None:
-        """Count tokens [n, K, D]; waits for the device."""
-        # A scale was rounded, by less than two units in its last place.
+        """Count tokens [n, K, D]. Waits for the device."""
+        # The scale was rounded by less than two units in the last place.
         edge = (self.reach * (1 + 2.0**-22)).to(tokens_nKD.device)[:, None]
         self.beyond += int((tokens_nKD.to(torch.float32).abs() > edge).sum())
         self.values += tokens_nKD.numel()
 
     @property
     def share(self) -> float:
-        """Return the share of values that are clipped; 0 where none were seen."""
+        """The share of values that are clipped; 0 if none were seen."""
         return self.beyond / self.values if self.values else 0.0

@@ -1,4 +1,4 @@
-"""The backend of calibration: Dynamo's cache-less graph, which gives the keys and values that a cache would hold beside its results.
+"""The backend of calibration: Dynamo's cache-less graph, which also returns the keys and values that a cache would hold.
 
 ::
 
@@ -6,7 +6,7 @@
     after:
     ...;  return out, k, v            as [B, K, S, D]
 
-The attentions are found by the recognisers that learning uses (``passes/match/uncached.py``): any architecture, keys behind RoPE, kv
+The attentions are found by the recognisers that learning uses (``passes/match/uncached.py``): any architecture, keys after RoPE, kv
 heads before they are repeated.
 """
 
@@ -35,18 +35,18 @@ from kvcompile.types import Role, SlotSpec
 
 @dataclass(frozen=True)
 class SlotIdentity:
-    """The identity of one slot: the module path of its attention, and its half."""
+    """The identity of one slot: the module path of its attention, and its role."""
 
     path: str
     role: Role
 
 
 Observe = Callable[[SlotIdentity, torch.Tensor], None]
-"""Told of every slot of every call: which one, and its tokens [B, K, S, D]."""
+"""Called for every slot of every call with its identity and its tokens [B, K, S, D]."""
 
 
 class ObservingBackend:
-    """A Dynamo backend that runs graphs as they are, eagerly, and shows ``observe`` the tokens of every slot."""
+    """A Dynamo backend that runs graphs unchanged, eagerly, and passes the tokens of every slot to ``observe``."""
 
     def __init__(self, observe: Observe) -> None:
         self.observe = observe
@@ -68,7 +68,7 @@ class ObservingBackend:
         return run
 
     def observed(self, captured: Captured) -> tuple[fx.GraphModule, list[SlotIdentity]]:
-        """The graph with the tokens of its slots as its last results, and whose they are."""
+        """Return the graph with the tokens of its slots as its last results, and the slots' identities in the same order."""
         found = find(captured)
         self.refusals += found.refusals
         graph = fx.Graph()
@@ -82,9 +82,9 @@ class ObservingBackend:
         tokens: list[fx.Node] = []
         for site in found.sites:
             for slot, role in ((site.key, Role.KEY), (site.value, Role.VALUE)):
-                # Two attentions over what would be one cache see it once.
+                # Two attentions over what would be one cache are observed once.
                 if slot.part not in slots:
-                    # What a cache holds is what it is given where the attention stands: later writes are none of it.
+                    # A cache holds the tokens as they are when the attention runs, without later writes.
                     first = min((copies[node] for node in site.attention.nodes), key=list(graph.nodes).index)
                     tokens.append(_tokens(Emitter(graph, first, symbols.of, copies), slot, role))
                     slots[slot.part] = SlotIdentity(site.path, role)
@@ -94,6 +94,6 @@ class ObservingBackend:
 
 
 def _tokens(emit: Emitter, slot: Slot, role: Role) -> fx.Node:
-    """The tokens [B, K, S, D] of a slot, as its cache would store them."""
+    """Emit the tokens [B, K, S, D] of a slot, as its cache would store them."""
     spec, dense = SlotSpec(slot.heads, slot.head_dim, value_of(slot.root).dtype, role), Dense()
     return new_tokens(emit, SlotPlan(slot, role, dense, spec, dense.layout(spec)))
