@@ -380,7 +380,10 @@ class DeviceStep:
         return causes
 
     def certify(self, sums: Sums, parts: torch.Tensor, causes: torch.Tensor | None) -> None:
-        """Write result, figures, counters, and which rows fall back; ``causes``: those of ranks, None if the kernel is to check them."""
+        """Write result, figures and counters, and flag the rows that fall back.
+
+        ``causes``: those of the rank check, computed before; None if the kernel computes them or there is no such check.
+        """
         from kvcompile.extensions.certified.kernels.finish import certify
 
         rules, (_, K, Q) = self.rules, self.shape

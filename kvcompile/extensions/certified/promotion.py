@@ -160,7 +160,7 @@ def leading(amounts: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def promote_further_values(terms: torch.Tensor, promoted: torch.Tensor, policy: Certify) -> torch.Tensor:
-    """Return the flags of blocks whose values are promoted: those ``promoted`` by the local rule, and others to meet the value budget.
+    """Return flags of blocks with promoted values: those ``promoted`` by the local rule, and further ones to meet the value budget.
 
     ``terms``: each block's term of the value bound [B, K, Q, N], by the masses after keys were promoted. The largest remaining ones are
     promoted until the rest fits, so the budget holds for the reported bound; the source promotes by an estimate.

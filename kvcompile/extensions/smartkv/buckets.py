@@ -48,7 +48,7 @@ MEAN_DTYPE = torch.bfloat16
 
 @dataclass(frozen=True)
 class BucketFormat:
-    """The code format of a slot: bits of each level, frame of narrow codes, whether it holds keys, whether it has full-precision copies."""
+    """The code format of a slot: bits of each level, frame of narrow codes; flags for keys, and for full-precision copies."""
 
     widths: tuple[int, ...]
     frame: Frame = Frame.TURNED

@@ -39,7 +39,7 @@ class Again:
 def changed(widths: tuple[int, ...], before_RT: torch.Tensor, after_RT: torch.Tensor) -> torch.Tensor:
     """Return whether each token changes its width, bool [R, T], from its levels before and after, int8 [R, T].
 
-    Level ``len(widths)`` before the move stands for a token that is still entering, at 8 bits.
+    Level ``len(widths)`` before the move marks a token that is still entering, at 8 bits.
     """
     bits = (*widths, ENTERING)
     same = torch.zeros_like(before_RT, dtype=torch.bool)

@@ -48,7 +48,7 @@ the number of blocks whose values are promoted; the largest nu + eta."""
 
 @triton.jit
 def sees(n, AT, r, blocks, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr):
-    """Return whether a row sees each block, and whether it sees it as codes."""
+    """Return two flags per block: the row sees it; the row sees it as codes."""
     at = AT + r // (G * S * K) * (2 * S + 1)
     live = (n < blocks) & (n * 16 <= tl.load(at + r % S)) & (n * 16 + 16 > tl.load(at + S + r % S))
     return live, live & (n * 16 < tl.load(at + 2 * S))
@@ -56,7 +56,7 @@ def sees(n, AT, r, blocks, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr):
 
 @triton.jit
 def masses(PEAK, WEIGHT, EXACT_PEAK, EXACT_WEIGHT, at, live, exact):
-    """Load the masses of blocks: by codes, and those in use, from originals where ``exact``."""
+    """Load the masses of blocks by codes, and the ones in use: from originals for ``exact`` blocks."""
     peak = tl.load(PEAK + at, mask=live, other=0.0)
     weight = tl.load(WEIGHT + at, mask=live, other=0.0)
     own_peak = tl.where(exact, tl.load(EXACT_PEAK + at, mask=exact, other=0.0), peak)
@@ -115,7 +115,7 @@ def store_values(OUT, value_sum, own_values, all_values, count, largest):
 
 @triton.jit
 def flags_of(VALUES, EXPLORED, at, coded, EXPLORE: tl.constexpr):
-    """Load the flags of encoded blocks whose values are used from originals, and of those that are explored."""
+    """Load two flags per encoded block: its values come from originals; it is only explored (read to be checked)."""
     used = coded & (tl.load(VALUES + at, mask=coded, other=0) != 0)
     explored = coded & (coded == 0)
     if EXPLORE:

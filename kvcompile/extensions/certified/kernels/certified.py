@@ -73,7 +73,7 @@ def weighed(logits):
 
 @triton.jit
 def norm_above(square):
-    """Return an upper bound on a norm from its float32 sum of squares, of up to 1024 terms, some of which may have been flushed to zero."""
+    """Return an upper bound on a norm from its float32 sum of squares, of up to 1024 terms that may have been flushed to zero."""
     return tl.sqrt(square) * (1.0 + 2.0**-14) + 2.0**-57
 
 

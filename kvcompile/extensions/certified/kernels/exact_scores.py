@@ -43,7 +43,7 @@ def exact_scores(
     SCALE: tl.constexpr, GUARD: tl.constexpr, D: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, S2: tl.constexpr,
     PER_PAGE: tl.constexpr, STAGED: tl.constexpr,
 ):
-    """Score the blocks of a row's LIST [rows, N], of which the first LISTED [rows] are valid, by original keys, and check them.
+    """Score the first LISTED [rows] blocks of a row's LIST [rows, N] by original keys, and check them against their codes and notes.
 
     STAGED: blocks that ``stage_blocks`` found in the SCRATCH of ``sets`` sets, or copied there, are read from there.
     Norms are compared in float64, but only for tokens that float32 does not decide: mostly the two that determined the notes.

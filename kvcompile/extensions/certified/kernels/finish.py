@@ -284,7 +284,7 @@ def finalize(
     DV: tl.constexpr, SPAN: tl.constexpr, DENSE: tl.constexpr, COUNTS_STEPS: tl.constexpr, KEY_BYTES: tl.constexpr,
     VALUE_BYTES: tl.constexpr, KEYS_STAGED: tl.constexpr, VALUES_STAGED: tl.constexpr,
 ):
-    """For one kv head: (DENSE) write the results of rows that fall back; (COUNTS_STEPS) add all its rows to the telemetry.
+    """Write the results of one kv head's rows that fall back (DENSE); add all its rows to the telemetry (COUNTS_STEPS).
 
     The latter is ``certificate.telemetry.accumulate``. KEY_BYTES and VALUE_BYTES: bytes of a block's originals in host memory, else zero;
     if

@@ -251,8 +251,8 @@ def select_blocks(
     KEEP: leave the list and the draw to ``unite_blocks``, which also uses the shares in ORDER.
 
     A row of any length is read in chunks of CHUNK blocks: the cost of a step must not jump when a cache has room for one more page. Budgets
-    are constants, since an operand would be float32. Shares only order the blocks, so they are float32, of which one
-    multiprocessor's first cache holds a long row. ORDER and SURE (float32) and TERM (float64) are scratch.
+    are constants, since an operand would be float32. Shares only order the blocks, so they are float32: one
+    multiprocessor's first cache then holds a long row. ORDER and SURE (float32) and TERM (float64) are scratch.
     """
     r = tl.program_id(0)
     rows: tl.constexpr = G * S
