@@ -1,13 +1,12 @@
 """Prints ``KernelFormat.unpack`` as one expression: for Triton on blocks, for C++ on scalars.
 
-``unpack`` is the only definition of how a word becomes values. It is traced with torch.fx, run once on
-a one-word tensor to learn every intermediate dtype under eager's promotion rules, and printed, so that
-the kernels cannot drift from the scheme. What can be printed is listed in ``_SYMBOLS`` and ``_print``;
-anything else is an ``UnprintableUnpack``.
+``unpack`` is the only definition of a word's values. It is traced with torch.fx, run once on a one-word tensor for
+every intermediate dtype under eager's promotion rules, and printed, so that kernels cannot deviate from the scheme.
+``_SYMBOLS`` and ``_print`` list the printable operations; any other raises ``UnprintableUnpack``.
 
-e4m3 is printed as integer arithmetic, so that it also runs on sm_80 and vectorizes in C++: exact for the
+e4m3 is printed as integer arithmetic, so that it also runs on sm_80 and vectorises in C++: exact for the
 254 finite codes. The two NaN codes print as +-480 instead of NaN; that is sound because schemes write
-them only into groups whose scale is NaN already (a scheme without scales would have to say otherwise).
+them only into groups whose scale is NaN already (a scheme without scales would need another expression).
 """
 
 from __future__ import annotations
@@ -56,11 +55,11 @@ static inline float kvc_e4m3(uint8_t word) {
   return (float)((word & 7) + (normal << 3)) * kvc_bitcast<float>(bits);
 }
 """
-"""What C++ around a ``cpp_expression`` must contain once; needs only <cstdint>."""
+"""C++ helpers that a file with a ``cpp_expression`` must contain once; needs only <cstdint>."""
 
 
 class UnprintableUnpack(CompileError):
-    """A scheme's ``unpack`` does something that no kernel expression exists for."""
+    """A scheme's ``unpack`` uses an operation for which no kernel expression exists."""
 
     template = (
         "expected unpack to use only >> << & | ^ + - *, .to(dtype) and .view(dtype), found {found}; rewrite the scheme's "
@@ -69,18 +68,18 @@ class UnprintableUnpack(CompileError):
 
 
 def triton_expression(fmt: KernelFormat, part: int, word: str) -> str:
-    """Part ``part`` of every word, as a float32 Triton expression on the block named ``word``."""
+    """Return part ``part`` of every word, as a float32 Triton expression on the block named ``word``. Raises UnprintableUnpack."""
     return _expression(fmt, part, word, _TritonCasts())
 
 
 def cpp_expression(fmt: KernelFormat, part: int, word: str) -> str:
-    """Part ``part`` of one word, as a float C++ expression on the lvalue ``word``; see ``CPP_PRELUDE``."""
+    """Return part ``part`` of one word, as a float C++ expression on the lvalue ``word``; needs CPP_PRELUDE. Raises UnprintableUnpack."""
     return _expression(fmt, part, word, _Cpp())
 
 
 @functools.lru_cache(maxsize=256)
 def trace_unpack(fmt: KernelFormat, part: int) -> tuple[torch.fx.Graph, dict[str, torch.dtype]]:
-    """The graph of ``unpack(words, part)`` and the dtype of each of its nodes by name."""
+    """Return the graph of ``unpack(words, part)``, and the dtype of each of its nodes by name. Raises UnprintableUnpack."""
     try:
         graph = torch.fx.Tracer().trace(_unary(fmt, part))
         probe = _Dtypes(torch.fx.GraphModule(torch.nn.Module(), graph))
@@ -98,7 +97,7 @@ def _unary(fmt: KernelFormat, part: int) -> Callable[[torch.Tensor], torch.Tenso
 
 
 class _Dtypes(torch.fx.Interpreter):
-    """Runs the graph and keeps each node's result dtype."""
+    """An interpreter that records the result dtype of each node."""
 
     def __init__(self, module: torch.fx.GraphModule) -> None:
         super().__init__(module)
@@ -112,7 +111,7 @@ class _Dtypes(torch.fx.Interpreter):
 
 
 class _TritonCasts:
-    """How Triton spells casts; integer operations already stay in the block's dtype."""
+    """Casts in Triton syntax; integer operations already stay in the block's dtype."""
 
     def name(self, dtype: torch.dtype) -> str:
         if dtype not in TRITON_TYPES:
@@ -143,7 +142,7 @@ class _TritonCasts:
 
 
 class _Cpp:
-    """How C++ spells casts; every integer operation is narrowed again after C++'s promotion to int."""
+    """Casts in C++ syntax; every integer result is narrowed again after C++'s promotion to int."""
 
     def name(self, dtype: torch.dtype) -> str:
         if dtype not in CPP_TYPES:
@@ -183,7 +182,7 @@ def _expression(fmt: KernelFormat, part: int, word: str, language: _TritonCasts 
 def _print(
     node: torch.fx.Node, printed: dict[str, str], dtypes: dict[str, torch.dtype], language: _TritonCasts | _Cpp
 ) -> str:
-    """One node's expression; its operands are printed already."""
+    """Return one node's expression; its operands are in ``printed`` already. Raises UnprintableUnpack."""
     to = dtypes.get(node.name)
     if to is None:
         raise UnprintableUnpack(found=f"{node.format_node()}, which is no tensor")

@@ -1,15 +1,17 @@
-"""Statements by which a program leaves out the padding in front of its tokens, and finds where nothing is hidden any more."""
+"""Statements by which a program skips the padding before its tokens, and finds the position from which no token is hidden."""
 
 from __future__ import annotations
 
 
 def skip_padding(counts: str, width: int, size: int = 1, whole: str = "end") -> str:
-    """Statements for a program whose tokens are ``begin`` to ``end`` - 1, in tiles of BLOCK_T.
+    """Return statements for a program with tokens ``begin`` to ``end`` - 1, in tiles of BLOCK_T.
 
-    ``counts``: a pointer to how many tokens are kept of the runs ``run`` of ``size`` tokens (``ops.kept_tokens``), or to a mask's bytes,
-    which are runs of one; ``width``: how many are read at a time; ``whole``: where the last run that counts as hidden stops, as one that is
-    cut there is masked anyway. Afterwards ``begin`` is the tile of the first run that keeps one, or lies behind ``end`` where none does,
-    and ``shown`` the token behind the last run that hides one.
+    They move ``begin`` to the tile of the first run with a kept token, or past ``end`` if there is none, and set ``shown`` to the position
+    behind the last run with a hidden token.
+
+    ``counts``: pointer to the number of kept tokens of each ``run`` of ``size`` tokens (``ops.kept_tokens``), or to a mask's bytes for
+    ``size`` 1. ``width``: counts loaded at a time. ``whole``: end of the last whole run; a run that is cut at ``end`` does not set
+    ``shown``, since its tile is masked anyway.
     """
     return f"""
     lowest, hidden = tl.full([{width}], 2147483646, tl.int32), tl.full([{width}], -1, tl.int32)

@@ -1,7 +1,7 @@
-"""Tables in a program's shared memory, by PTX: blocks that are stored there by index ahead of the loop, and what reads them back.
+"""Tables in a program's shared memory, by PTX: filled by index before the loop, and looked up in it.
 
-Who reads has no operand for where a table is, but its name: with one, a scalar, Triton does not move lookups behind their change to the
-tensor cores' layout, and all that was looked up goes through shared memory.
+A lookup refers to its table by name, without an operand for the address: with a scalar operand, Triton does not move lookups behind
+the conversion to the tensor cores' layout, and every result passes through shared memory once more.
 
 ``tests/lowering/test_table_tricks.py`` runs the PTX of tables in numpy.
 """
@@ -14,11 +14,11 @@ LANES = 32
 """Threads of a warp."""
 
 PLANES = 2
-"""Bytes of a level: the upper one and the lower."""
+"""Bytes of a level, each in a plane of its own: high and low."""
 
 
 def assembly(body: str, outputs: Sequence[str], inputs: Sequence[str], operands: Sequence[str], dtypes: Sequence[str], pack: int) -> str:
-    """A call of ``tl.inline_asm_elementwise`` on ``pack`` elements at a time; ``outputs``, ``inputs``: constraints, one a register."""
+    """Return a call of ``tl.inline_asm_elementwise`` on ``pack`` elements; ``outputs``, ``inputs``: one constraint for each register."""
     constraints = ",".join([*outputs, *inputs])
     dtype = dtypes[0] if len(dtypes) == 1 else f"({', '.join(dtypes)})"
     return (
@@ -27,30 +27,30 @@ def assembly(body: str, outputs: Sequence[str], inputs: Sequence[str], operands:
 
 
 def statement(body: str, inputs: str = "r", operands: Sequence[str] = ("0",)) -> str:
-    """Assembly that is run for what it does; Triton repeats it for every element that a thread has of the operands."""
+    """Return inline assembly that is run for its side effects; Triton repeats it for each element that a thread has of the operands."""
     return (
         f"tl.inline_asm_elementwise('{body} mov.b32 $0, 0;', '=r,{inputs}', [{', '.join(operands)}], dtype=tl.int32, is_pure=False, pack=1)"
     )
 
 
 def declared(name: str, size: int) -> str:
-    """Shared memory ``name`` of the kernel, of ``size`` bytes; a statement of its own, since a name is declared once."""
+    """Return a statement that declares ``size`` bytes of shared memory as ``name``. Separate from stores, since a name is declared once."""
     return statement(f".shared .align 16 .b8 {name}[{size}];")
 
 
 def filled() -> str:
-    """All threads of a program wait until what they store is there."""
+    """Return a barrier: all threads of the program wait until the tables are stored."""
     return statement("bar.sync 0;")
 
 
 def kept(name: str, at: int, index: str, value: str, itemsize: int) -> str:
-    """Stores a block of numbers of 1, 2 or 4 bytes, given as int32, behind byte ``at`` of shared memory ``name``, by index."""
+    """Return a statement that stores 1, 2 or 4-byte numbers, given as int32, by index, behind byte ``at`` of shared memory ``name``."""
     body = f"{{ .reg .b32 n; mov.u32 n, {name}; add.u32 n, n, $1; st.shared.b{8 * itemsize} [n+{at}], $2; }}"
     return statement(body, "r,r", [_bytes(index, itemsize), value])
 
 
 def taken(name: str, at: int, index: str, dtype: str, itemsize: int) -> str:
-    """The block that was ``kept``, by index, of numbers of 1 or 2 bytes."""
+    """Return an expression that loads a block of 1 or 2-byte numbers, stored by ``kept``, by index."""
     kind = "s8" if itemsize == 1 else "u16"
     body = f".reg .b32 n; mov.u32 n, {name}; add.u32 n, n, $1; ld.shared.{kind} $0, [n+{at}];"
     loaded = assembly(body, ["=r"], ["r"], [_bytes(index, itemsize)], ["tl.int32"], 1)
@@ -62,12 +62,12 @@ def _bytes(index: str, itemsize: int) -> str:
 
 
 def plane_bytes(bits: int) -> int:
-    """Bytes of a table of 2^bits levels in two planes, the upper bytes first."""
+    """Return the bytes of a table of 2^bits levels in two planes, high bytes first."""
     return PLANES << bits
 
 
 def store_planes(bits: int, name: str, at: int, index: str, level: str, lower: int) -> str:
-    """Stores a block of levels by index as a table of planes behind byte ``at``; integers whose lower byte has ``lower`` bits."""
+    """Return a statement that stores integer levels by index as two planes behind byte ``at``; the low byte has ``lower`` bits."""
     body = (
         f"{{ .reg .b32 n, u; mov.u32 n, {name}; add.u32 n, n, $1; shr.u32 u, $2, {lower}; st.shared.b8 [n+{at}], u; "
         f"and.b32 u, $2, {(1 << lower) - 1}; st.shared.b8 [n+{at + (1 << bits)}], u; }}"
@@ -76,7 +76,7 @@ def store_planes(bits: int, name: str, at: int, index: str, level: str, lower: i
 
 
 def plane_registers(bits: int, name: str, at: int) -> str:
-    """PTX that loads both planes of a table into registers p0, p1, ..; all threads ask for the same."""
+    """Return PTX that loads both planes of a table into registers p0, p1, ...; all threads load the same addresses."""
     count = plane_bytes(bits) // 4
     vector = min(4, count)
     loads = " ".join(
@@ -87,14 +87,14 @@ def plane_registers(bits: int, name: str, at: int) -> str:
 
 
 def eight_levels(bits: int, plane: int, block: int) -> str:
-    """The two registers of eight levels of a plane, the operands of ``prmt``; twice the one that four levels are."""
+    """Return the registers of block ``block`` of eight levels of a plane, as ``prmt``'s operands; one register twice for four levels."""
     each = (1 << bits) // 4
     first = plane * each + 2 * block
     return f"p{first}, p{first + 1 if each > 1 else first}"
 
 
 def moved(to: str, source: str, right: int) -> str:
-    """PTX that moves a register's bits to the right, or to the left where ``right`` is negative."""
+    """Return PTX that shifts ``source`` right into ``to``, or left if ``right`` is negative."""
     if not right:
         return f"mov.b32 {to}, {source}; "
     return f"{'shr' if right > 0 else 'shl'}.b32 {to}, {source}, {abs(right)}; "

@@ -1,8 +1,9 @@
-"""Levels of values, two tokens at a time: one load from a table of all pairs, or bytes picked in registers.
+"""Value levels for two tokens at a time: one load from a table of all pairs of levels, or bytes selected in registers.
 
-A register holds the same pair of bytes of two tokens. One multiplication brings a code of each side by side, and what they stand for is
-one load from a table of pairs: the very register that the tensor cores take. Random pairs of 4-bit codes meet in a bank three times a warp,
-so that loads are what binds; as many scales as keep the integer units equally busy are picked in registers, three instructions a code.
+A register holds the same pair of bytes of two tokens. One multiplication puts a code of each token side by side, and their levels are one
+load from a table of pairs, which gives the register that the tensor cores take. Random pairs of 4-bit codes conflict in a bank three times
+a warp, so loads are the bottleneck; some scales' codes are looked up in registers instead, three instructions a code, as many as keep the
+integer units equally busy.
 """
 
 from __future__ import annotations
@@ -12,45 +13,45 @@ import dataclasses
 from kvcompile.lowering.codegen.shared_tables import LANES, assembly, eight_levels, moved, plane_registers, statement
 
 HALF = 16
-"""Bits of one of the two words in a register."""
+"""Bits of each of the two words in a register."""
 
 BY_HALF = "mul.f32 {to}, {to}, 0f3F000000;"
-"""Levels are stored halved: a value may be twice the largest scale's number."""
+"""PTX that halves a level: a level may be up to twice the largest float16."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """A code of ``bits`` bits that stands ``place`` bits up in a 16-bit word, two of which are in a register."""
+    """A code of ``bits`` bits, ``place`` bits above bit 0 of a 16-bit word; a register holds two such words."""
 
     bits: int
     place: int
 
     @property
     def mask(self) -> int:
-        """The field in both words of a register."""
+        """Mask of the field in both words of a register."""
         return (((1 << self.bits) - 1) << self.place) * 0x10001
 
     @property
     def index(self) -> int:
-        """The place of the pair's index in the product: the first token's code, and the second's above it."""
+        """Lowest bit of the pair's index in the product: the first token's code, with the second's above it."""
         return max(HALF, HALF + self.place - self.bits)
 
     @property
     def factor(self) -> int:
-        """The number that brings both codes of the masked register there; all else in the product is below, or lost above bit 31."""
+        """Factor that moves both codes of the masked register to the index; other bits of the product end up below it or above bit 31."""
         return (1 << (self.index - self.place)) + (1 << (self.index + self.bits - HALF - self.place))
 
 
 def pair_bytes(bits: int) -> int:
-    """Bytes of a table of pairs."""
+    """Return the bytes of a table of all pairs of 2^bits levels."""
     return 4 << (2 * bits)
 
 
 def fill_pairs(bits: int, name: str, levels: str, stride: str) -> str:
-    """Fills shared memory ``name`` with all pairs of halved levels in float16, the first of a pair in the lower bits of its index.
+    """Return a statement that fills shared memory ``name`` with all pairs of halved float16 levels; an index's low bits are the first code.
 
-    ``levels`` points to 2^bits float32, ``stride`` apart. A scalar to Triton, so every lane of every warp runs it; warps of one program
-    write the same.
+    ``levels`` points to 2^bits float32, ``stride`` apart. It is a scalar to Triton, so each lane of each warp runs the statement; all
+    warps of a program write equal values.
     """
     count = 1 << bits
     load = f"ld.global.nc.f32 f, [{{at}}]; {BY_HALF.format(to='f')} cvt.rn.f16.f32 {{to}}, f;"
@@ -69,9 +70,9 @@ def fill_pairs(bits: int, name: str, levels: str, stride: str) -> str:
 
 
 def looked_up(bits: int, part: int, byte: int, words: list[str], name: str) -> str:
-    """Half of what part ``part`` of byte ``byte`` of words of two tokens stands for: a float16 block.
+    """Return the float16 block of halved levels for part ``part`` of byte ``byte`` of two tokens' words.
 
-    ``words``: uint16, pairs of bytes, one block for each byte of a word. ``name``: the shared memory that has the pairs.
+    ``words``: uint16, pairs of bytes, one block for each byte of a word. ``name``: the shared memory with the table of pairs.
     """
     segment, place = divmod(bits * part, 8)
     if place + bits <= 8:
@@ -90,12 +91,12 @@ def looked_up(bits: int, part: int, byte: int, words: list[str], name: str) -> s
 
 
 def picked_pairs(part: int, word: str, name: str, at: int) -> str:
-    """Part ``part`` of both bytes of uint16 words of 4-bit codes, by a table of float16 in two planes: a float16 block for each byte."""
+    """Return float16 blocks, one for each byte, of the levels of part ``part`` of uint16 words of 4-bit codes; the table has two planes."""
     bits = 4
     lines = [plane_registers(bits, name, at), ".reg .b32 s, t, m, a, b, c;", moved("s", "$4", 4 * part), moved("t", "$5", 4 * part - 4)]
-    # Of each byte, a code of the first two tokens in the lower half and of the other two in the upper; bytes 0 side by side, then bytes 1.
+    # In each byte: a code of the first two tokens in the lower four bits, of the other two in the upper; bytes 0 together, then bytes 1.
     lines.append("lop3.b32 s, s, t, 0x0f0f0f0f, 0xe4; prmt.b32 s, s, 0, 0x3120;")
-    # Bit 3 of a code picks one of two blocks of eight levels, by another ``prmt``.
+    # Bit 3 of a code selects one of two blocks of eight levels, by another ``prmt``.
     lines.append("shr.u32 m, s, 1; lop3.b32 m, m, 0x44444444, 0x32103210, 0xea; and.b32 s, s, 0x77777777;")
     for byte in range(2):
         if byte:

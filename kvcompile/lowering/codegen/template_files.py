@@ -1,4 +1,4 @@
-"""Templates that are files: the text of several, one after the other, as one template."""
+"""Kernel templates in files: several are concatenated to one template."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from pathlib import Path
 
 
 def joined(module: str, *names: str) -> str:
-    """The text of template files that stand beside a module, whose ``__file__`` is ``module``.
+    """Return the concatenated text of the ``.jinja`` files ``names`` in the folder of ``module``, a ``__file__``.
 
-    Macros of one file are seen by those behind it; Inductor's environment has no loader that would include them.
+    A file sees the macros of those before it; Inductor's jinja environment has no loader for includes.
     """
     beside = Path(module).parent
     return "".join((beside / f"{name}.jinja").read_text(encoding="utf-8") for name in names)

@@ -1,8 +1,8 @@
-"""Template sizes: sizes and strides as the text of kernel templates, whole whatever stands around them.
+"""Sizes and strides in the text of kernel templates, in parentheses so that they can be put into any expression.
 
-Inductor gives a symbolic size as the text of an expression. Put behind a ``*`` as it is, ``1 + s0`` multiplies its first term
-alone: an additive bias over a cache that grows was read at the wrong places that way. Templates ask ``size_of`` and
-``stride_of``, never Inductor's own ``size`` and ``stride``.
+Inductor gives a symbolic size as the text of an expression. Behind a ``*``, an unparenthesised ``1 + s0`` multiplies only its first term:
+an additive bias over a growing cache was read from wrong addresses that way. Templates call ``size_of`` and ``stride_of``, never
+Inductor's own ``size`` and ``stride``.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ _WHOLE = re.compile(r"\w+")
 
 
 def whole(text: object) -> str:
-    """The text of an expression, in parentheses unless it is one name or number."""
+    """Return the text of an expression, in parentheses unless it is a single name or number."""
     text = str(text)
     return text if _WHOLE.fullmatch(text) else f"({text})"
 
 
 @pass_context
 def size_of(context: Context, name: str, axis: int) -> str:
-    """The size of an operand along an axis."""
+    """Return the size of an operand along an axis, as text."""
     return whole(context["size"](name, axis))
 
 
 @pass_context
 def stride_of(context: Context, name: str, axis: int) -> str:
-    """The stride of an operand along an axis, in elements."""
+    """Return the stride of an operand along an axis, in elements, as text."""
     return whole(context["stride"](name, axis))
 
 
 GLOBALS: dict[str, Any] = {"size_of": size_of, "stride_of": stride_of}
-"""What a template's globals need."""
+"""Functions to add to a template's globals."""

@@ -1,1 +1,1 @@
-"""Host: how kernels are launched, and what is asked of Inductor's buffers."""
+"""Host: kernel launches, and queries to Inductor's buffers."""

@@ -1,4 +1,4 @@
-"""Buffers and sizes of Inductor's graph, as the lowerings of all devices ask for them."""
+"""Buffers and sizes of Inductor's graph, for the lowerings of all devices."""
 
 from __future__ import annotations
 
@@ -11,46 +11,46 @@ from kvcompile.lowering.host.inductor_api import V, ir
 
 
 def realize(node: Any) -> Any:
-    """A buffer or a strided view of one with its strides settled; copies only what no strides can describe."""
+    """Return a buffer, or a strided view of one, with fixed strides; copies only if no strides can describe the node."""
     node = ir.ExternKernel.realize_input(node)
     node.freeze_layout()
     return node
 
 
 def is_box(item: Any) -> bool:
-    """Whether an operand of a lowering is a value of Inductor's graph."""
+    """Return whether an operand of a lowering is a value of Inductor's graph."""
     return isinstance(item, ir.IRNode)
 
 
 def channels_together(x: Any) -> Any:
-    """An operand whose channels lie one after the other, as kernels with strides take it; mostly it does already."""
+    """Return an operand with channel stride 1, as kernels expect; copies it only if the stride differs."""
     return x if equals(realize(x).get_stride()[-1], 1) else ir.ExternKernel.require_contiguous(x)
 
 
 def static(size: Any) -> int:
-    """A size that must be a constant; guards where it arrives as a symbol under dynamic=True."""
+    """Return a size as a constant; adds a guard if it is a symbol (dynamic=True)."""
     return int(V.graph.sizevars.guard_int(size))
 
 
 def equals(size: Any, value: int) -> bool:
-    """Whether a size is known to be ``value``, without a guard."""
+    """Return whether a size is statically known to be ``value``; adds no guard."""
     return bool(V.graph.sizevars.statically_known_equals(size, value))
 
 
 def hint(size: Any) -> int:
-    """A plausible value, without a guard; only tuning depends on it."""
+    """Return a plausible value of a size, 1 if unknown; adds no guard. Only for tuning."""
     return int(V.graph.sizevars.optimization_hint(size, fallback=1))
 
 
 def multiple(node: Any, count: int) -> bool:
-    """Whether ``count`` neighbors may be loaded as one word: dense rows at offsets that ``count`` divides."""
+    """Return whether ``count`` neighbouring elements may be loaded as one word: dense rows at offsets that are multiples of ``count``."""
     *outer, inner = node.get_stride()
     every = (node.get_size()[-1], node.get_layout().offset, *outer)
     return equals(inner, 1) and all(V.graph.sizevars.statically_known_multiple_of(x, count) for x in every)
 
 
 def pairs_of_rows(node: Any) -> bool:
-    """Whether two neighboring rows, of one float16 each, may be loaded as one word: side by side, at even offsets."""
+    """Return whether two neighbouring rows of one float16 each may be loaded as one word: contiguous, at even offsets."""
     *outer, row, _ = node.get_stride()
     every = (node.get_size()[-2], node.get_layout().offset, *outer)
     alone = node.get_dtype() == torch.float16 and equals(node.get_size()[-1], 1) and equals(row, 1)
@@ -58,12 +58,12 @@ def pairs_of_rows(node: Any) -> bool:
 
 
 def varies(node: Any, axis: int = 0) -> bool:
-    """Whether an operand is there and not broadcast along an axis."""
+    """Return whether an operand is given (not None) and not broadcast along an axis."""
     return node is not None and not equals(node.get_size()[axis], 1)
 
 
 def examples(operands: Sequence[str], values: Mapping[str, int]) -> dict[int, Callable[[Any], torch.Tensor]]:
-    """Makers of operands to tune with, by their place: those named in ``values`` are filled with their value."""
+    """Return makers of example operands for autotuning, by index: an operand named in ``values`` is filled with its value."""
 
     def filled(value: int) -> Callable[[Any], torch.Tensor]:
         def make(node: Any) -> torch.Tensor:

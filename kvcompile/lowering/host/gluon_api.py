@@ -1,11 +1,11 @@
-"""Names of Triton's language Gluon that the lowering uses, each once; all are experimental. All were seen in Triton 3.6 and 3.7.
+"""Names of Triton's experimental language Gluon that the lowering uses, each imported only here. All exist in Triton 3.6 and 3.7.
 
     ``gluon``, ``gl``         the decorators and the language: Triton with layouts that the program chooses
-    ``mma_v2``, ``async_copy``  the product of a warp's fragments, and copies into shared memory
+    ``mma_v2``, ``async_copy``  the matrix product of a warp's fragments, and copies into shared memory
     ``barrier``               waits for all threads of a program; ``thread_barrier`` in 3.6
     ``GluonASTSource``        compiles a kernel for an architecture that this machine need not have
 
-Importing this module imports Triton; ``lowering.gluon.eligibility.available`` says beforehand whether there is one that has Gluon.
+Importing this module imports Triton; ``lowering.gluon.eligibility.available`` tells without an import whether Triton has Gluon.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 def compile_for(
     kernel: Any, signature: Mapping[str, str], constants: Mapping[str, Any], aligned: Collection[str], capability: int, num_warps: int
 ) -> dict[str, Any]:
-    """``ttgir``, ``ptx``, ``cubin`` and the ``shared`` bytes of a Gluon kernel for a CUDA capability, with or without a device.
+    """Return ``ttgir``, ``ptx``, ``cubin`` and the ``shared`` bytes of a Gluon kernel for a CUDA capability; needs no device.
 
-    ``signature``: the type of each argument, in their order, ``constexpr`` for those in ``constants``. ``aligned``: those that are
+    ``signature``: the type of each argument in order, ``constexpr`` for those in ``constants``. ``aligned``: names of arguments that are
     multiples of 16.
     """
     import triton

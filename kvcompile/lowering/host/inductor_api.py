@@ -1,15 +1,15 @@
-"""Names of Inductor that lowerings use, each once; none is public. All were seen in torch 2.11, 2.12 and 2.13.
+"""Private names of Inductor that lowerings use, each imported only here. All exist in torch 2.11, 2.12 and 2.13.
 
-    ``register_lowering``, ``fallback_handler``, ``lowerings``  give an operator a lowering, call it as it is, call another one's
-    ``ir``, ``V``             nodes of the graph that is lowered, and the graph and its sizes as the lowering of the moment has them
-    ``virtual_ops``           what a node computes of an element, as nodes of our own say it
+    ``register_lowering``, ``fallback_handler``, ``lowerings``  register an operator's lowering, call its eager body, call another lowering
+    ``ir``, ``V``             nodes of the graph that is being lowered; that graph and its sizes
+    ``virtual_ops``           elementwise operations for nodes of our own
     ``ceildiv``               a quotient of sizes, rounded up
     ``convert_shape_to_symint``  sizes of a node as sizes of a fake tensor
     ``TritonTemplate``, ``SymbolicGridFn``  a Triton kernel from a template, with its grid
-    ``autotune_select_algorithm``  chooses among configurations (``autotuned``); 2.12 began to return the choice beside the node
+    ``autotune_select_algorithm``  chooses among configurations (``autotuned``); from 2.12 on it returns (node, choice)
     ``CppTemplate``, ``CppTemplateKernel``, ``cexpr_index``, ``Placeholder``, ``parallel_num_threads``  a C++ kernel from a template
 
-Importing this module imports most of Inductor; ``inductor_entry`` has what is asked before a graph is lowered.
+Importing this module imports most of Inductor; ``inductor_entry`` has the names that are needed before a graph is lowered.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
 
-# Inductor's modules import one another in a circle, which has to be entered through that one.
+# Inductor's modules import one another in a circle, which must be entered through ``lowering``.
 # isort: split
 from torch._inductor import config, ir
 from torch._inductor.codegen.cpp_template import CppTemplate
@@ -38,7 +38,7 @@ __all__ = [
 
 
 def autotuned(name: str, choices: list[Any], inputs: list[Any], layout: Any, examples: dict[int, Callable[[Any], Any]]) -> Any:
-    """The node of the best of some configurations of a template; ``examples``: makers of inputs to time them with, by their place."""
+    """Return the node of a template's fastest configuration; ``examples``: makers of the inputs to time with, by input index."""
     chosen = autotune_select_algorithm(name, choices, inputs, layout, input_gen_fns=examples)
-    # torch 2.12 began to return the choice beside the node.
+    # From torch 2.12 on, (node, choice).
     return chosen[0] if isinstance(chosen, tuple) else chosen

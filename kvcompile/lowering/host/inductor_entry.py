@@ -1,12 +1,12 @@
-"""Names of Inductor that are asked before a graph is lowered, each once. All were seen in torch 2.11, 2.12 and 2.13.
+"""Private names of Inductor that are needed before a graph is lowered, each used only here. All exist in torch 2.11, 2.12 and 2.13.
 
     ``config``                options of a compilation; the one for divisions has moved between versions
-    ``list_mode_options``     the options that each of torch.compile's modes stands for
-    ``cache_dir``             the folder beside which we keep what holds for a machine
-    ``module_key``, ``forget_module``  the name of a module in that folder by its text; Inductor's memory of one that it read
+    ``list_mode_options``     the options of each of torch.compile's modes
+    ``cache_dir``             Inductor's cache folder; our persistent keys are in it too
+    ``module_key``, ``forget_module``  the file name of a module in that folder, by its text; drops a module that Inductor has loaded
     ``CustomGraphPass``       a pass whose ``uuid`` is part of the key of Inductor's cache on disk
 
-Importing this module imports no lowering and no kernel of Inductor's, so that making a backend does not: they come with the first graph.
+Importing this module imports none of Inductor's lowerings and kernels, so making a backend is cheap; the first graph imports them.
 """
 
 from __future__ import annotations
@@ -27,54 +27,54 @@ __all__ = [
 
 
 def cache_dir() -> str:
-    """The folder of Inductor's caches on disk."""
+    """Return the folder of Inductor's caches on disk."""
     from torch._inductor.runtime.runtime_utils import cache_dir as inductors
 
     return str(inductors())
 
 
 def compile_by_inductor(module: fx.GraphModule, fakes: Sequence[Any], patches: dict[str, Any]) -> Callable[..., Any]:
-    """Compile a graph by ``compile_fx``, which is imported only here: it brings every pass with it."""
+    """Compile a graph by ``compile_fx``, with ``patches`` of Inductor's config. The import, which loads every pass, happens only here."""
     from torch._inductor.compile_fx import compile_fx
 
     return compile_fx(module, list(fakes), config_patches=patches)  # type: ignore[return-value]
 
 
 def compile_for_training(module: fx.GraphModule, fakes: Sequence[Any], memory_budget: float) -> Callable[..., Any]:
-    """Compile a graph with its backward pass by ``compile_fx``; ``memory_budget``: the share of activations that is kept for it."""
+    """Compile a graph with its backward pass; ``memory_budget``: share of activations (0 to 1) that is kept for the backward pass."""
     from torch._functorch import config as partitioner
 
-    # Those passes look for calls of torch, and the graph is ATen.
+    # Pre-grad passes look for calls of torch, and the graph is ATen.
     with partitioner.patch(activation_memory_budget=memory_budget):
         return compile_by_inductor(module, fakes, {"use_pre_grad_passes": False, **exact_division()})
 
 
 def module_key(text: str) -> str:
-    """The name, but for its suffix, of the file that Inductor writes a module of this text into."""
+    """Return the name, without suffix, of the file into which Inductor writes a module with this text."""
     from torch._inductor.codecache import code_hash
 
     return code_hash(text.strip())
 
 
 def forget_module(path: Path) -> None:
-    """Let Inductor read a module from its file again where it did before."""
+    """Drop a module from Inductor's memory, so that it is read from its file again."""
     from torch._inductor.codecache import PyCodeCache
 
     PyCodeCache.modules_no_attr.pop(str(path), None)
 
 
 def uncached() -> AbstractContextManager[None]:
-    """Let Inductor take no code from its caches, and put none there."""
+    """Return a context in which Inductor neither reads nor writes its caches."""
     return config.patch({"force_disable_caches": True})  # type: ignore[no-any-return]
 
 
 def exact_division() -> dict[str, Any]:
-    """Inductor's option that rounds quotients as eager code does: codes are made from them. The option has moved between versions."""
+    """Return Inductor's option for quotients rounded as in eager code, which codes are made from. Its name depends on the version."""
     return {"eager_numerics.division_rounding" if hasattr(config, "eager_numerics") else "emulate_divison_rounding": True}
 
 
 def written_modules(build: Callable[[], Any]) -> list[str]:
-    """The source of every module that is written while ``build`` runs."""
+    """Return the source of every module that Inductor writes while ``build`` runs."""
     from torch._inductor.utils import run_and_get_code
 
     _, sources = run_and_get_code(build)

@@ -12,9 +12,9 @@ from kvcompile.lowering.host.inductor_api import V, ceildiv, ir, virtual_ops
 
 
 def kept_tokens(keep: Any, run: int) -> Any:
-    """The counts of a mask, bool [B, T], int32 [B, ceil(T / run)]: one buffer for all layers of a graph that have the mask.
+    """Return the counts of a mask, bool [B, T] -> int32 [B, ceil(T / run)], as one buffer for all layers that have the mask.
 
-    A mask that a graph changes, where it lies, has a name for two contents: it is counted whenever it is asked for.
+    A mask that the graph mutates is recounted at every use: its buffer name stands for two contents.
     """
     node = realize(keep)
     known: dict[tuple[str, str, int], Any] = V.graph.__dict__.setdefault("_kvcompile_kept_tokens", {})

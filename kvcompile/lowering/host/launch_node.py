@@ -1,15 +1,15 @@
-"""A node of Inductor's graph that stands for all kernels of one operator, with mutated operands as the operator declares them.
+"""One node of Inductor's graph for all kernels of an operator, with mutated operands as the operator's schema declares them.
 
-torch finds out what a Triton kernel of the user's writes by compiling it to TTIR, at every launch, while it traces and again while it
-lowers: about a second a launch, and a layer may have a dozen. Here an operator stays whole until it is lowered. ``lower_launches``
-then runs its body on stand-ins with a recorder (``launches``), and makes one node of what was recorded: the operands that the caller
-says are written are the node's mutations, tensors that the body made are the node's buffers, and each launch becomes a call in the
-wrapper, by the code that Inductor has for kernels of the user's. So the scheduler has one node in place of fifty.
+To find the operands that a user-defined Triton kernel writes, torch compiles it to TTIR at every launch, once in tracing and once in
+lowering: about a second a launch, and a layer may have a dozen. Here an operator stays whole until it is lowered. ``lower_launches``
+then runs its body on fake tensors with a recorder (``launches``), and makes one node of the recorded launches: the operands that the caller
+names as written are the node's mutations, tensors that the body made are the node's buffers, and each launch becomes a call in the
+wrapper, by Inductor's own code for user-defined kernels. So the scheduler has one node in place of fifty.
 
-Facts about torch 2.11 to 2.13 that this relies on, each used here alone:
+Facts about torch 2.11 to 2.13 that only this file relies on:
 
     ``ir.UserDefinedTritonKernel.codegen``  reads ``kwargs``, ``grid``, ``fx_node`` and ``get_kernel_and_metadata()``
-    ``ir.MutationOutput(layout, buffer, operation)``  is an output that says which buffer an operation writes
+    ``ir.MutationOutput(layout, buffer, operation)``  is an output that declares a buffer as written by an operation
     an operation may have several outputs, and the scheduler allocates those whose ``should_allocate()`` is true
     outputs without users are in ``V.graph.removed_buffers`` by the time of code generation, and are then neither allocated nor freed
 """
@@ -29,7 +29,7 @@ from kvcompile.lowering.host.torch_api import OrderedSet, tree_map
 
 
 def stand_in(node: Any) -> torch.Tensor:
-    """A fake tensor with the size, strides, dtype and device of a realized buffer or view."""
+    """Return a fake tensor with the size, strides, dtype and device of a realized buffer or view."""
     with V.fake_mode:
         return torch.empty_strided(
             convert_shape_to_symint(node.get_size()), convert_shape_to_symint(node.get_stride()), dtype=node.get_dtype(),
@@ -38,10 +38,10 @@ def stand_in(node: Any) -> torch.Tensor:
 
 
 def lower_launches(body: Callable[..., Sequence[torch.Tensor]], operands: Sequence[Any], written: Sequence[Any]) -> list[Any]:
-    """The tensors that ``body(recorder, *operands)`` returns, as boxes, with everything that it starts as one node.
+    """Run ``body(recorder, *operands)`` on fake tensors, and return its result tensors as boxes; all recorded launches become one node.
 
-    ``operands``: boxes, None, constants, lists of them; the body gets fake tensors for the boxes, and makes what it returns.
-    ``written``: those boxes among the operands that the kernels write.
+    ``operands``: boxes, None, constants, or lists of them; the body gets fake tensors for boxes, and must allocate its results.
+    ``written``: the boxes among the operands that the kernels write. Raises NotRecorded.
     """
     nodes: dict[int, Any] = {}
     kept: list[torch.Tensor] = []
@@ -65,7 +65,7 @@ def lower_launches(body: Callable[..., Sequence[torch.Tensor]], operands: Sequen
 
 
 def check_whole(known: Sequence[torch.Tensor], used: Sequence[torch.Tensor]) -> None:
-    """Raise NotRecorded unless every tensor that is ``used`` is one of those ``known``, whole."""
+    """Raise NotRecorded unless every ``used`` tensor is a ``known`` one with the same shape and strides."""
     forms = {identity(tensor): (tensor.shape, tensor.stride()) for tensor in known}
     for tensor in used:
         if forms.get(identity(tensor)) != (tensor.shape, tensor.stride()):
@@ -73,7 +73,7 @@ def check_whole(known: Sequence[torch.Tensor], used: Sequence[torch.Tensor]) -> 
 
 
 class LaunchOutput(ir.InputsKernel):
-    """A buffer that a launch sequence makes; an ``InputsKernel``, since boxes take those for realized, but no operation of the graph."""
+    """A buffer that a launch sequence makes. An ``InputsKernel``, which boxes take for realized, but not an operation of the graph."""
 
     def __init__(self, layout: Any, maker: LaunchSequence) -> None:
         super().__init__(name=None, layout=layout, inputs=[])
@@ -81,16 +81,16 @@ class LaunchOutput(ir.InputsKernel):
         self.name = V.graph.register_buffer(self)
 
     def get_defining_op(self) -> Any:
-        """The launch sequence."""
+        """Return the launch sequence."""
         return self.maker
 
     def should_allocate(self) -> bool:
-        """The wrapper allocates it."""
+        """Return True: the wrapper allocates the buffer."""
         return True
 
 
 class LaunchSequence(ir.ExternKernel):
-    """Kernels of one operator, in order: reads its operands, makes its results and scratch, writes what the operator declares."""
+    """The kernels of one operator, in order, as a node: reads its operands, makes results and scratch, writes its declared mutations."""
 
     def __init__(self, recorder: Recorder, nodes: dict[int, Any], results: Sequence[torch.Tensor], written: Sequence[Any]) -> None:
         self.device = next(iter(nodes.values())).get_device()
@@ -106,7 +106,7 @@ class LaunchSequence(ir.ExternKernel):
         V.graph.register_operation(self)
 
     def _place_scratch(self, recorder: Recorder) -> None:
-        """Give every tensor that only the kernels know a buffer; tensors of one form whose launches do not overlap share one."""
+        """Assign a buffer to every tensor that only the kernels use; tensors of equal ``_form`` share one if their uses don't overlap."""
         returned = len(self.made)
         last = {identity(tensor): index for index, step in enumerate(recorder.steps) for tensor in step.tensors}
         free: dict[tuple[Any, ...], list[LaunchOutput]] = {}
@@ -136,23 +136,23 @@ class LaunchSequence(ir.ExternKernel):
         return PythonCall(step.target, [known(operand) for operand in step.operands])
 
     def get_outputs(self) -> list[Any]:
-        """Return the node's outputs: what it makes, and its mutations."""
+        """Return the node's outputs: the buffers that it makes, and its mutations."""
         return [*self.made, *self.mutation_outputs]
 
     def get_device(self) -> Any:
-        """The device of all kernels."""
+        """Return the device of all kernels."""
         return self.device
 
     def should_allocate(self) -> bool:
-        """Buffers are allocated one by one."""
+        """Return False: each output is allocated separately."""
         return False
 
     def get_unbacked_symbol_defs(self) -> OrderedSet[sympy.Symbol]:
-        """None: sizes are those of the operands."""
+        """Return an empty set: all sizes come from the operands."""
         return OrderedSet()
 
     def get_free_symbol_uses(self, unbacked_only: bool = False) -> OrderedSet[sympy.Symbol]:
-        """Symbols of operands, sizes and grids."""
+        """Return the symbols in operands, sizes, scalar arguments and grids."""
         found = super().get_free_symbol_uses(unbacked_only)
         for expression in self._expressions():
             found |= ir.get_free_symbols(expression, unbacked_only)
@@ -165,10 +165,10 @@ class LaunchSequence(ir.ExternKernel):
             yield from (x for x in call.numbers if isinstance(x, sympy.Expr))
 
     def codegen(self, wrapper: Any) -> None:
-        """Emit the calls between the allocation of what has none yet and the freeing of scratch.
+        """Emit the allocations of outputs and scratch, then the calls, then the freeing of scratch.
 
-        Scratch has no users in the scheduler, which took it for dead. Inductor plans reuse between nodes, not within one: here all of a
-        node's allocations stand before its frees.
+        Scratch has no users in the scheduler, which marked it as removed. Inductor plans reuse between nodes, not within one: here all of a
+        node's allocations come before its frees.
         """
         for item in self.made:
             V.graph.removed_buffers.discard(item.get_name())
@@ -180,7 +180,7 @@ class LaunchSequence(ir.ExternKernel):
 
 
 class KernelCall(ir.UserDefinedTritonKernel):
-    """One launch. Not an operation of the graph: it only has what the inherited ``codegen`` reads, and nobody asks what it writes."""
+    """One launch. Not an operation of the graph: it has the attributes that the inherited ``codegen`` reads, and no mutation analysis."""
 
     def __init__(self, kernel: Any, grid: list[Any], arguments: dict[str, Any], warps: int | None, device: Any) -> None:
         constants = tuple(item for item in arguments.values() if not isinstance(item, ir.IRNode))
@@ -193,7 +193,7 @@ class KernelCall(ir.UserDefinedTritonKernel):
 
     @property
     def buffers(self) -> list[Any]:
-        """Operands."""
+        """Operands that are buffers."""
         return list(self.inputs)
 
     @property
@@ -202,7 +202,7 @@ class KernelCall(ir.UserDefinedTritonKernel):
         return [*self.constant_args, *self.grid[0]]
 
     def get_kernel_and_metadata(self) -> tuple[Any, Any, list[str], list[str]]:
-        """The kernel and its only configuration; nothing is tuned, so nothing is restored or reset in between."""
+        """Return the kernel and its only configuration; nothing is tuned, so no argument is restored or reset between runs."""
         import triton
 
         return self.launched, [] if self.warps is None else [triton.Config({}, num_warps=self.warps)], [], []
@@ -221,22 +221,22 @@ class PythonCall:
 
     @property
     def numbers(self) -> list[Any]:
-        """The other operands."""
+        """Operands that are not tensors."""
         return [item for item in self.operands if not isinstance(item, ir.IRNode)]
 
     def codegen(self, wrapper: Any) -> None:
-        """Write the line."""
+        """Write the call as a line of the wrapper."""
         spelled = (item.codegen_reference() if isinstance(item, ir.IRNode) else wrapper.val_to_arg_str(item) for item in self.operands)
         wrapper.writeline(f"torch.ops.{self.target!s}({', '.join(spelled)})")
 
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return a key that tensors share which can lie in one buffer."""
+    """Return a key (sizes, strides, dtype); tensors with equal keys can share a buffer."""
     return (*map(_expression, tensor.shape), *map(_expression, tensor.stride()), tensor.dtype)
 
 
 def _expression(value: Any) -> Any:
-    """A symbolic integer as Inductor has it; everything else as it is."""
+    """Return a symbolic integer as Inductor's expression; any other value unchanged."""
     if not isinstance(value, torch.SymInt):
         return value
     expression = V.graph.sizevars.simplify(value.node.expr)

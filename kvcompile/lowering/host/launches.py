@@ -1,8 +1,8 @@
-"""How the kernels of an operator are started: at once, or as steps of a compiled graph.
+"""Launchers: start the kernels of an operator at once, or record them as steps of a compiled graph.
 
-A function that starts kernels takes a launcher. ``Direct`` runs each kernel where it stands. ``Recorder`` runs none: it keeps every
-launch as a value, with stand-ins (fake tensors) for tensors, so that a lowering can put the same launches into Inductor's module
-(``launch_node``) and a test can read which operands each kernel writes. The function itself does not know which of both it has.
+A function that starts kernels takes a launcher. ``Direct`` runs each kernel at once. ``Recorder`` runs none: it keeps every
+launch as a value, with fake tensors for tensors, so that a lowering can put the same launches into Inductor's module
+(``launch_node``) and a test can check the operands that each kernel writes. The function itself cannot tell them apart.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvcompile.lowering.host.torch_api import TorchDispatchMode
 
 
 class NotRecorded(CompileError):
-    """A function that only starts kernels computed a tensor otherwise, or gave a kernel a view."""
+    """A function that may only start kernels computed a tensor in another way, or passed a view to a kernel."""
 
     template = (
         "expected kernels of operands and of empty tensors, found {found}; what is computed between kernels is an operator of its own,"
@@ -26,14 +26,14 @@ class NotRecorded(CompileError):
 
 
 class Launcher(Protocol):
-    """Starts kernels and, between them, operators that write into their operands."""
+    """Interface of launchers: start kernels and, between them, operators that write into their operands."""
 
     @property
     def cuda(self) -> bool:
-        """Whether kernels are compiled for CUDA; elsewhere Triton's interpreter runs them."""
+        """Whether kernels are compiled for CUDA; otherwise Triton's interpreter runs them."""
 
     def kernel(self, kernel: Any, grid: tuple[Any, ...], *operands: Any, warps: int | None = None, **constants: Any) -> None:
-        """Start a Triton kernel; None leaves the number of warps to Triton."""
+        """Start a Triton kernel; ``warps``: None leaves the number to Triton."""
 
     def operator(self, target: Any, *operands: Any) -> None:
         """Call an operator that returns nothing."""
@@ -41,12 +41,12 @@ class Launcher(Protocol):
 
 @dataclass(frozen=True)
 class Direct:
-    """Starts kernels and operators at once."""
+    """A launcher that starts kernels and operators at once."""
 
     cuda: bool
 
     def kernel(self, kernel: Any, grid: tuple[Any, ...], *operands: Any, warps: int | None = None, **constants: Any) -> None:
-        """Run a kernel, with ``warps`` where it is compiled."""
+        """Run a kernel; the interpreter ignores ``warps``."""
         if self.cuda and warps is not None:
             constants["num_warps"] = warps
         kernel[grid](*operands, **constants)
@@ -58,7 +58,7 @@ class Direct:
 
 @dataclass(frozen=True)
 class KernelLaunch:
-    """One launch: ``arguments`` by the kernel's parameter names, constants among them."""
+    """One recorded launch: kernel, grid, ``arguments`` by parameter name (constants included), and warps, None for Triton's default."""
 
     kernel: Any
     grid: tuple[Any, ...]
@@ -73,7 +73,7 @@ class KernelLaunch:
 
 @dataclass(frozen=True)
 class OperatorCall:
-    """One call of an operator that returns nothing."""
+    """One recorded call of an operator that returns nothing."""
 
     target: Any
     operands: tuple[Any, ...]
@@ -88,7 +88,7 @@ Step = KernelLaunch | OperatorCall
 
 
 class Recorder:
-    """Keeps kernels and operators as steps, in order; the tensors that it is given are stand-ins."""
+    """A launcher that records kernels and operators as steps, in order, and runs none; its tensors are fake tensors."""
 
     cuda = True
 
@@ -96,24 +96,24 @@ class Recorder:
         self.steps: list[Step] = []
 
     def kernel(self, kernel: Any, grid: tuple[Any, ...], *operands: Any, warps: int | None = None, **constants: Any) -> None:
-        """Keep a launch."""
+        """Record a launch."""
         names = list(kernel.arg_names)
         arguments = {**dict(zip(names, operands, strict=False)), **constants}
         assert set(arguments) == set(names), set(names) ^ set(arguments)
         self.steps.append(KernelLaunch(kernel, (*grid, 1, 1)[:3], {name: arguments[name] for name in names}, warps))
 
     def operator(self, target: Any, *operands: Any) -> None:
-        """Keep a call."""
+        """Record a call."""
         self.steps.append(OperatorCall(target, operands))
 
 
 def identity(tensor: torch.Tensor) -> int:
-    """Return a key that stand-ins share only if they share memory: empty tensors of a mode arrive wrapped anew each time."""
+    """Return a key that is equal for tensors that share storage; a dispatch mode wraps the same empty tensor anew each time."""
     return int(tensor.untyped_storage()._cdata)
 
 
 class OnlyRoom(TorchDispatchMode):
-    """Lets a recorded function make empty tensors and views, whose strides it may ask for; refuses everything that computes."""
+    """A dispatch mode that allows empty tensors, views and queries of strides, and refuses all computation."""
 
     EMPTY, ASKED = ("aten::empty", "aten::new_empty"), "prim::"
 
@@ -122,7 +122,7 @@ class OnlyRoom(TorchDispatchMode):
         self.room: list[torch.Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call an allocation or a view; raises NotRecorded."""
+        """Run an allocation, a view or a query. Raises NotRecorded for any other operator."""
         name, empty = func._schema.name, func._schema.name.startswith(self.EMPTY)
         if not func.is_view and not empty and not name.startswith(self.ASKED):
             raise NotRecorded(found=name)

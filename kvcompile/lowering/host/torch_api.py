@@ -1,16 +1,16 @@
-"""Private names of torch outside of Inductor that the lowering uses, each once. All were seen in torch 2.11, 2.12 and 2.13.
+"""Private names of torch outside of Inductor that the lowering uses, each imported only here. All exist in torch 2.11, 2.12 and 2.13.
 
     ``lookup_backend``        the backend "aot_eager" by its name, as ``torch.compile`` takes it
-    ``BackendCompilerFailed``, ``TorchDynamoException``  tell a compiler's own error from those that make Dynamo begin again
-    ``TracingContext``, ``tracing``  compile a graph within Dynamo's context, or within one of its own where Dynamo has none
-    ``ConstantSource``        names an attribute of a graph for AOTAutograd, which guards nothing then
-    ``DisableTorchFunctionSubclass``  looks at tensors of any class without calling what their class overrides
+    ``BackendCompilerFailed``, ``TorchDynamoException``  distinguish a compiler's own error from one that makes Dynamo start again
+    ``TracingContext``, ``tracing``  compile a graph within Dynamo's context, or a new one if Dynamo has none
+    ``ConstantSource``        names an attribute of a graph for AOTAutograd, which then adds no guard for it
+    ``DisableTorchFunctionSubclass``  inspects tensors of any class without calling their overrides
     ``OpOverload``            the type of ``torch.ops.namespace.name.default``
-    ``FakeTensor``, ``FakeTensorMode``  values of a graph's nodes before there are any
+    ``FakeTensor``, ``FakeTensorMode``  values of a graph's nodes before it runs
     ``OrderedSet``            the type of sets that Inductor's nodes return
-    ``is_wrapper``            whether a value is a tensor that is made of others: a sharded or a quantized weight
-    ``TorchDispatchMode``     sees every operator that a function calls, to find what is no kernel of ours
-    ``tree_map``              over nested lists and dictionaries of operands
+    ``is_wrapper``            whether a tensor is composed of other tensors: a sharded or a quantized weight
+    ``TorchDispatchMode``     sees every operator that a function calls, to find any that is no kernel of ours
+    ``tree_map``              maps over nested lists and dictionaries of operands
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Names of Triton beyond its language that the lowering uses, each once. All were seen in Triton 3.6 and 3.7.
+"""Names of Triton beyond its language that the lowering uses, each used only here. All exist in Triton 3.6 and 3.7.
 
     ``ASTSource``, ``GPUTarget``  compile a kernel for an architecture that this machine need not have
 """
@@ -17,15 +17,15 @@ POINTERS = {
         (torch.bfloat16, "bf16"), (torch.float32, "fp32"), (torch.float64, "fp64"),
     )
 }
-"""The types of pointers to elements, as Triton's signatures have them."""
+"""Pointer types of Triton's signatures, by element dtype."""
 
 KNOWN_LAYOUTS = ("3.6", "3.7")
-"""Versions whose PTX of tables was run (``tests/lowering/test_table_kernel.py``): assembly relies on what a thread has of a block."""
+"""Versions with which the PTX of tables was run (``tests/lowering/test_table_kernel.py``); it relies on how blocks are laid out."""
 
 
 @functools.cache
 def lays_out_as_known() -> bool:
-    """Whether this Triton is one whose layouts assembly may rely on."""
+    """Return whether this Triton version lays out blocks as the inline assembly assumes."""
     import triton
 
     return ".".join(triton.__version__.split(".")[:2]) in KNOWN_LAYOUTS
@@ -34,9 +34,9 @@ def lays_out_as_known() -> bool:
 def compile_for(
     kernel: Any, signature: Mapping[str, str], aligned: Collection[str], capability: int, num_warps: int, num_stages: int
 ) -> dict[str, str | bytes]:
-    """``ttgir``, ``ptx`` and ``cubin`` of a kernel for a CUDA capability, on a machine with or without a device.
+    """Return ``ttgir``, ``ptx`` and ``cubin`` of a kernel for a CUDA capability; needs no device.
 
-    ``signature``: the type of each argument, in their order. ``aligned``: those that are multiples of 16.
+    ``signature``: the type of each argument in order. ``aligned``: names of arguments that are multiples of 16.
     """
     made = built_for(kernel, signature, aligned, capability, num_warps, num_stages)
     return {stage: made.asm[stage] for stage in ("ttgir", "ptx", "cubin")}
@@ -45,7 +45,7 @@ def compile_for(
 def built_for(
     kernel: Any, signature: Mapping[str, str], aligned: Collection[str], capability: int, num_warps: int, num_stages: int
 ) -> Any:
-    """A kernel as Triton compiles it, with ``asm`` and ``metadata``; takes the arguments of ``compile_for``."""
+    """Return a kernel as Triton compiles it, with ``asm`` and ``metadata``; takes the arguments of ``compile_for``."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -1,28 +1,28 @@
 """``append_window``: the write path of schemes whose newest tokens stay in full precision, as plain tensor code.
 
-Every call rolls the new tokens into the window and encodes the blocks that they touch, from the originals that
-the window still holds. A block that is not whole yet is encoded with zeros behind its last token, and written
-again with the next token: nobody reads it before it has left the window whole. So a step that completes a block
-costs what every step costs, there is no branch, and no position ever comes to the host.
+Every call writes the new tokens into the window, a ring buffer, and encodes the blocks that they touch from the
+full-precision tokens in the window. An incomplete block is encoded with zeros behind its last token, and written
+again with the next token; attention reads a block's codes only after the whole block has left the window. So every
+step costs the same, complete block or not; there is no branch, and the host reads no position.
 
-Token ``t`` of a row lies in slot t % W of its window. Which tokens are where: positions below ``start - W`` are
-read from the codes; [start - W, start + S) are ``exact_newest``, which is what this operation returns.
+Token ``t`` of a row is stored in slot t % W of the window. Attention reads positions below ``start - W`` from the
+codes, and positions [start - W, start + S) from ``exact_newest``, which this operation returns.
 
-Left padding: a row's tokens are counted from its ``origin``, the first position that its mask lets anybody see, so
-that blocks of a padded row hold what they would hold without padding, and padding never sets a scale. It is fixed
-by the call that writes position 0, and again by each call that finds nothing but padding in the row: the mask of a prompt's
-first chunk does not say where padding ends that is longer than the chunk.
+Left padding: a row's tokens are counted from its ``origin``, the first position that its mask shows, so that blocks
+of a padded row hold the same tokens as without padding, and padding never sets a scale. The origin is fixed by the
+call that writes position 0, and again by each call that finds only padding in the row so far: where padding is longer
+than a prompt's first chunk, that chunk's mask does not show its end.
 
-The clock plane [1, B, 1, 1, 2] holds a row's number of tokens and its origin. Writes must come in order, since a
-window that skipped tokens holds others than attention would look for: tokens that neither follow the last one nor
-start again at 0 are written as NaN; so are new tokens of a row whose mask now shows positions before its origin,
-which were never stored.
+The clock plane [1, B, 1, 1, 2] holds a row's number of tokens and its origin. Writes must come in order, since after
+a gap the window holds other tokens than attention expects: tokens that neither follow the last one nor start again at
+0 are written as NaN; so are new tokens of a row whose mask now shows positions before its origin, which were never
+stored.
 
-A row whose tokens came out of order, or whose mask shows what was never stored, is *broken*: places that the window does not know
-of may hold anything else than the dense tensor would. From then on its number of tokens is ``broken(expected, found)``, or
+A row is *broken* once its tokens came out of order, or its mask showed positions that were never stored: outside of the window its
+planes may then differ from the dense tensor. From then on its number of tokens is ``broken(expected, found)`` or
 ``unstored(origin, shown)``, a number so far below 0 that no position follows it, until the row begins again at 0. Attention asks
-``is_broken`` and gives such a row NaN (``rewrite.order``), whatever it sees; the host, which waits for no step, reads the number when
-it reads the cache (``runtime.exact_window``).
+``is_broken`` and returns NaN for such a row (``rewrite.order``); the host, which does not synchronise at every step, reads the number
+when it reads the cache (``runtime.exact_window``).
 """
 
 from __future__ import annotations
@@ -39,55 +39,55 @@ BROKEN = -(1 << 62)
 """The token count of a broken row, before ``broken`` adds the expected and the found position to it."""
 
 MOST_PLACE = (1 << 29) - 1
-"""The furthest place that a broken row remembers."""
+"""Largest position that the count of a broken row can record; larger ones are clamped to it."""
 
 SHOWN = 1 << 30
-"""The bit of a broken row's count that is set where a mask showed unstored padding, and clear where tokens came out of order."""
+"""Bit of a broken row's count: set if a mask showed unstored positions, clear if tokens came out of order."""
 
 
 def broken(expected: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-    """Return the number of tokens of a row that is broken where a token was ``expected`` at one place and ``found`` at another, int64.
+    """Return the token count (int64) that marks a row as broken: position ``expected`` was due, position ``found`` came.
 
-    Two equal places say that the store has no room from there on.
+    Two equal positions mean that the store is full from there on.
     """
     return BROKEN + (expected.clamp(0, MOST_PLACE) << 32) + found.clamp(-1, MOST_PLACE) + 1
 
 
 def unstored(origin: torch.Tensor, shown: torch.Tensor) -> torch.Tensor:
-    """Return the number of tokens of a row that is broken as its mask shows position ``shown``, before its ``origin``, int64."""
+    """Return the token count (int64) that marks a row as broken because its mask shows position ``shown``, before its ``origin``."""
     return broken(origin, shown) + SHOWN
 
 
 def is_broken(held: torch.Tensor) -> torch.Tensor:
-    """Return for each token count in a clock plane whether it marks its row as broken."""
+    """Return a bool mask over token counts of a clock plane: True where the count marks its row as broken."""
     return held < LEAST_HELD
 
 
 def said_of(held: int) -> tuple[int, int, bool]:
-    """Return where a broken row's token was expected, and where it was found; -1 stands for every place before 0.
+    """Decode a broken row's count into (expected position, found position, unstored); -1 is any position below 0.
 
-    The last says whether these are its origin, and a position before it that a mask showed.
+    If ``unstored`` is true, the two are the row's origin and the earlier position that a mask showed.
     """
     said = (held - BROKEN) & 0xFFFFFFFF
     return (held - BROKEN) >> 32, said % SHOWN - 1, said >= SHOWN
 
 
 def begins(first: torch.Tensor, kept: torch.Tensor, shown: torch.Tensor) -> torch.Tensor:
-    """Whether rows begin where a call's mask says, ``shown``, and not where they did, ``kept``, for a call that begins at ``first``.
+    """Return whether a call that begins at ``first`` sets the rows' origins to ``shown``, its mask's, and drops the ``kept`` ones.
 
-    So at position 0, and where all tokens so far are padding, of which the mask shows none. Either origin gives the same answer, since
-    programs of a kernel may read the clock as another writes it.
+    True at position 0, and while all tokens so far are padding that the mask hides. The answer is the same for the old and the new origin
+    as ``kept``, since one program of a kernel may read the clock while another writes it.
     """
     return (first == 0) | ((kept >= first) & (shown >= first))
 
 
 def one_token(x_BKSD: torch.Tensor) -> bool:
-    """Whether a call has one new token, and not a symbol of them."""
+    """Return whether a call has exactly one new token; False if the number is symbolic."""
     return isinstance(x_BKSD.shape[2], int) and x_BKSD.shape[2] == 1
 
 
 def _rows(source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """source[b, :, index[b or 0]]: rows [1 or B, n] of a [B, K, T, D] tensor, [B, K, n, D]; all of them exist."""
+    """Return rows [B, K, n, D] of ``source`` [B, K, T, D] at ``index`` [1 or B, n], all within range."""
     if index.shape[0] == 1:
         # Unchecked: the check that Inductor of torch 2.11 writes here is not valid C++.
         return torch.ops.aten._unsafe_index.Tensor(source, [None, None, index[0]])
@@ -95,7 +95,7 @@ def _rows(source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def _write(plane: torch.Tensor, rows_BKnW: torch.Tensor, index: torch.Tensor) -> None:
-    """plane[index // R, b, :, index % R] = rows for index [1 or B, n]; where an index repeats, so does what is written."""
+    """Write rows in place at ``index`` [1 or B, n]: plane[index // R, b, :, index % R] = rows. Equal indices must come with equal rows."""
     page, row = index // plane.shape[3], index % plane.shape[3]
     if index.shape[0] == 1:
         plane[page[0], :, :, row[0]] = rows_BKnW.permute(2, 0, 1, 3).to(plane.dtype)
@@ -108,12 +108,11 @@ def append_window_body(
     x: torch.Tensor, planes: list[torch.Tensor], pos: torch.Tensor, origin: torch.Tensor | None, scheme: str,
     tables: Sequence[torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Write x [B, K, S, D] at consecutive positions pos [1 or B, S] of the caller's numbering.
+    """Write x [B, K, S, D] at consecutive positions pos [1 or B, S] of the caller's numbering, padding included.
 
-    ``planes``: what the scheme encodes, then the window [1, B, K, W, D], the clock, and the scheme's own fixed planes.
-    ``origin``: int64 [B], the first position that this call's mask shows in each row; None where nothing is padded.
-    Returns the newest tokens [B, K, W + S, D], the first of which stands W before the first new one, and the
-    origins in force, int64 [1 or B].
+    ``planes``: the scheme's encoded planes, then the window [1, B, K, W, D], the clock, and the scheme's fixed planes.
+    ``origin``: int64 [B], the first position that this call's mask shows in each row; None without padding.
+    Returns the newest tokens [B, K, W + S, D], starting W before the first new one, and the origins used, int64 [1 or B].
     """
     made = schemes.parse(scheme)
     window_at = _encoded(planes)
@@ -124,7 +123,7 @@ def append_window_body(
 
     first = pos[:, :1]
     if origin is None:
-        # One position for all rows, as long as the call has one for them.
+        # Stays [1, 1] where all rows share one position.
         shown = used = torch.zeros_like(first)
         fits = kept == 0
     else:
@@ -140,7 +139,7 @@ def append_window_body(
     x = torch.where((inside & fits)[:, None, :, None], x, float("nan"))
 
     def tokens(t: torch.Tensor) -> torch.Tensor:
-        """The originals at positions t [1 or B, n] from start - W to end - 1, [B, K, n, D]."""
+        """Return the full-precision tokens [B, K, n, D] at positions t [1 or B, n], each in start - W .. end - 1."""
         old = _rows(ring, t % W)
         new = _rows(x, (t - start).clamp(0, S - 1))
         return torch.where((t < start)[:, None, :, None], old, new)
@@ -156,7 +155,7 @@ def append_window_body(
 
     _roll(ring, x, tokens, start, end)
     remembered = used if origin is not None else torch.where(first == 0, 0, kept)
-    # The first token that is out of order; the end of the room where all follow one another but are too many.
+    # Report the first token that is out of order, or the end of the store if all are in order but too many.
     at = apart.to(torch.int64).argmax(-1, keepdim=True) if not one_token(x) else torch.zeros_like(first)
     found, whole = pos.gather(1, at), ~apart.any(-1, keepdim=True)
     late = broken(torch.where(whole, room, first + at), torch.where(whole, room, found))
@@ -168,12 +167,12 @@ def append_window_body(
 
 
 def _encoded(planes: list[torch.Tensor]) -> int:
-    """How many planes come before the window, which is followed by the clock, the only plane of integers of 64 bits."""
+    """Return the number of planes before the window; the clock behind it is the only int64 plane."""
     return next(index for index, plane in enumerate(planes) if plane.dtype == torch.int64) - 1
 
 
 def _roll(ring: torch.Tensor, x: torch.Tensor, tokens: Any, start: torch.Tensor, end: torch.Tensor) -> None:
-    """Put the newest W tokens into the ring; those that stay are written as they are where many come at once."""
+    """Write the newest W tokens into the ring. Writes only the new slots if S <= W, else the whole ring."""
     S, W = x.shape[2], ring.shape[2]
     if isinstance(S, int) and S <= W:
         slots = (start + torch.arange(S, device=x.device)) % W
@@ -191,7 +190,7 @@ def append_window_meta(
     x: torch.Tensor, planes: list[torch.Tensor], pos: torch.Tensor, origin: torch.Tensor | None, scheme: str,
     tables: Sequence[torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Shapes of the results, [B, K, W + S, D] in x's dtype and int64 [1 or B]."""
+    """Return empty tensors of the results' shapes: [B, K, W + S, D] in x's dtype and int64 [1 or B]."""
     window = planes[_encoded(planes)]
     exact_newest = x.new_empty(x.shape[0], x.shape[1], window.shape[3] + x.shape[2], x.shape[3])
     rows = pos if origin is None else origin

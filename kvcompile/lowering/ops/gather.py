@@ -1,7 +1,7 @@
-"""``gather``: the codes of tokens by the numbers of their places, for caches that are read through a table.
+"""``gather``: copies the codes of tokens by slot number, for caches that are read through a block table.
 
-The planes of such a cache hold one row of tokens, its places. What is gathered is a store of one page, laid out as
-attention takes it; codes are copied as they are.
+The planes of such a cache hold a single batch row of slots. The result is a store of one page, in the layout that
+attention takes; codes are copied unchanged.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from kvcompile import schemes
 
 
 def gather_body(planes: list[torch.Tensor], places: torch.Tensor, head_dim: int, scheme: str) -> list[torch.Tensor]:
-    """[1, B, K, T, width] of each plane [N, 1, K, R, width], from places [B, T].
+    """Return [1, B, K, T, width] for each plane [N, 1, K, R, width]: the rows in slots ``places`` [B, T].
 
-    A place outside of the planes gives NaN, as the model would have stopped there: what is masked may hold one.
+    A slot number outside of the planes gives NaN, and no error as the model's own index would: masked entries may be out of range.
     """
     heads, rows = planes[0].shape[2:4]
     inside = (places >= 0) & (places < planes[0].shape[0] * rows)
     at = torch.where(inside, places, 0)
     nothing = schemes.parse(scheme).spoiled(heads, head_dim, places.device)
     made = []
-    # Attention may read fewer planes than are encoded.
+    # Attention may read fewer planes than the scheme encodes.
     for plane, missing in zip(planes, nothing, strict=False):
         # Advanced indices around slices come first in the result: [B, T, K, width].
         taken = plane[at // rows, 0, :, at % rows].permute(0, 2, 1, 3)
@@ -31,5 +31,5 @@ def gather_body(planes: list[torch.Tensor], places: torch.Tensor, head_dim: int,
 
 
 def gather_meta(planes: list[torch.Tensor], places: torch.Tensor, head_dim: int, scheme: str) -> list[torch.Tensor]:
-    """Shapes of the results."""
+    """Return empty tensors of the results' shapes."""
     return [plane.new_empty(1, places.shape[0], plane.shape[2], places.shape[1], plane.shape[4]) for plane in planes]

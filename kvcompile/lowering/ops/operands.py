@@ -1,6 +1,6 @@
-"""Operands of an attention as one record, whose fields are those of the operator's schema: nobody counts twenty of them.
+"""The operands of an attention as one record, with the names of the operator's schema, so that no code counts positional arguments.
 
-Bodies, meta functions and Inductor's lowerings take records; what the dispatcher or a graph's node has becomes one at once, by name.
+Eager bodies, meta functions and Inductor's lowerings take the record; arguments of the dispatcher or of a node are converted by name.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ T = TypeVar("T")
 
 @functools.cache
 def names_of(operator: Any) -> tuple[str, ...]:
-    """The names of the operands of an ``OpOverload``, in the order of its schema."""
+    """Return the operand names of an ``OpOverload``, in schema order."""
     return tuple(argument.name for argument in operator._schema.arguments)
 
 
 def named(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The operands of a call of an operator by the names of its schema; those that are left to their defaults are missing."""
+    """Return the operands of an operator's call by schema name, without those left at their defaults."""
     return {**dict(zip(names_of(operator), args, strict=False)), **kwargs}
 
 
 @dataclass(frozen=True)
 class AttendOperands(Generic[T]):
-    """Operands of ``kvcompile::attend`` as ``operations`` describes them, in the order of its schema.
+    """Operands of ``kvcompile::attend``, in schema order; ``operations`` describes each.
 
-    T: tensors, fake tensors, nodes of a graph or boxes of Inductor's; sizes may be symbols.
+    T: tensors, fake tensors, graph nodes or Inductor's boxes; sizes may be symbolic.
     """
 
     q: T
@@ -57,7 +57,7 @@ class AttendOperands(Generic[T]):
     log_sums: bool = False
 
     def arguments(self) -> tuple[Any, ...]:
-        """The operands in the schema's order, without those at the end that have their defaults."""
+        """Return the operands in schema order, without trailing ones that equal their defaults."""
         found = [getattr(self, name) for name in NAMES]
         while len(found) > REQUIRED and found[-1] is DEFAULTS[len(found) - 1 - REQUIRED]:
             found.pop()
@@ -72,5 +72,5 @@ FIELDS = frozenset(NAMES)
 
 
 def attend_operands(given: Mapping[str, Any]) -> AttendOperands:
-    """The record of an operator whose schema has operands of ``attend`` among others, from all of its operands by name."""
+    """Return the ``attend`` record among an operator's operands by name; other names are ignored."""
     return AttendOperands(**{name: operand for name, operand in given.items() if name in FIELDS})

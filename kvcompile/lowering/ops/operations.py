@@ -1,20 +1,20 @@
 """The operations that a rewritten graph is made of, with their eager bodies.
 
 ``kvcompile::append``  encodes new tokens and writes them into the planes of one store.
-``kvcompile::append_window``  the same where the newest tokens stay in full precision; returns those (``append_window.py``).
-``kvcompile::read_back``  gives new tokens [B, K, S, D] as their codes stand for them, in x's dtype; nothing is stored.
-``kvcompile::calibrate``   fills the planes of a store that its scheme computes from queries, before the first tokens are encoded.
-``kvcompile::keep_first``  writes the first tokens of each row into the plane of a store that keeps them as they are (``keep_first.py``).
-``kvcompile::rotate_channels``  rotates channels of tokens, queries or results [B, heads, S, D] as a store's are, or back
-                             (``schemes.rotation``).
-``kvcompile::undo_rope``  turns new keys [B, K, S, D] back by angles [1 or B, S, Dr]: what is stored before RoPE.
-``kvcompile::first_visible``  finds the first position [B] that a mask [B, T] lets through: where a row's left padding ends.
-``kvcompile::unroll``  copies the codes of a sliding cache's newest tokens, then of new ones, in the order of the tokens (``sliding.py``).
-``kvcompile::gather``  copies the codes of tokens by the numbers of their places in a store of one row (``gather.py``).
-``kvcompile::attend``  attends over encoded planes; of the softmax's statistics only log-sums leave the op, where they are asked for.
+``kvcompile::append_window``  does so for stores whose newest tokens stay in full precision; returns these tokens (``append_window.py``).
+``kvcompile::read_back``  encodes and decodes new tokens [B, K, S, D], in x's dtype; stores nothing.
+``kvcompile::calibrate``   fills the planes that a scheme computes from queries, before the first tokens are encoded.
+``kvcompile::keep_first``  writes the first tokens of each row, in full precision, into a plane of their own (``keep_first.py``).
+``kvcompile::rotate_channels``  rotates the channels of tokens, queries or results [B, heads, S, D] as a store's tokens are rotated, or
+                             back (``schemes.rotation``).
+``kvcompile::undo_rope``  rotates new keys [B, K, S, D] back by angles [1 or B, S, Dr], for stores that hold keys before RoPE.
+``kvcompile::first_visible``  finds the first position [B] that a mask [B, T] shows: the end of each row's left padding.
+``kvcompile::unroll``  copies the codes of a sliding cache's newest tokens in token order, followed by new tokens' codes (``sliding.py``).
+``kvcompile::gather``  copies the codes of tokens by slot number, from a store with one batch row (``gather.py``).
+``kvcompile::attend``  attends over encoded planes; returns no softmax statistics but log-sums, if asked for.
 
-The eager bodies are the definition: the oracle of every kernel, what ``inner="eager"`` runs, and what
-``append`` is inlined from for Inductor (its codes then fuse with RoPE and the projections' epilogues).
+The eager bodies are the definition: the reference for every kernel, and the code that ``inner="eager"`` runs.
+For Inductor, ``append`` is inlined from its body, so that encoding fuses with RoPE and the projections' epilogues.
 
 Operands of ``attend``
     q_BHSD      queries, in the model's dtype
@@ -23,32 +23,32 @@ Operands of ``attend``
     values      planes of the value store, [N, B, K, rows, width_v]
     hi          int64 [B or 1, S]: the last position that each query attends to, -1 for none
     lo          int64 [B or 1, S] or None: the first position (sliding window)
-    keep        bool [B or 1, T'] or None: positions that may be attended at all (padding); beyond T' none
-    bias        float or bool, broadcastable to [B, H, S, T'] and given with 4 dims, or None: any other mask,
-                added to the scores after the softcap (bool: False means ``fill`` in place of the score, and so does minus
-                infinity in a float one where ``fill`` is given); beyond T' none
+    keep        bool [B or 1, T'] or None: False hides a position from all queries (padding); so are positions from T' on
+    bias        float or bool, broadcastable to [B, H, S, T'] and given with 4 dims, or None: any other mask, added to the
+                scores after the softcap. False in a bool bias replaces the score by ``fill``; so does minus infinity in a float
+                bias if ``fill`` is given. Positions from T' on are hidden
     sinks       float [H] or None: one extra logit a head that takes mass and has no value
     exact_newest  None or the newest keys and values in full precision, [B, K, R, D] and [B, K, R, Dv]: row j is the
-                token at position base + j, and the planes hold nothing from base on that may be read
-    base        int64 [1 or B], may be negative (rows at negative positions are nobody's); None without ``exact_newest``
+                token at position base + j; the planes' content from position base on is not read
+    base        int64 [1 or B], may be negative (rows at negative positions are ignored); None without ``exact_newest``
     rope        None or cos and sin, each float [1 or B, T', Dr]: keys, decoded and exact, are stored before RoPE, and
                 their first Dr channels are rotated by their position here: channel c < Dr / 2 pairs with
                 c + Dr / 2 (``interleaved``: 2i with 2i + 1): k * cos + rotated(k) * sin; T' covers every visible token
-    extra_key_planes  None or the planes of a second key store, whose ``extra_key_dim`` channels stand behind those of ``keys``
-                (the rotary part beside a latent); exact keys have the channels of both
+    extra_key_planes  None or the planes of a second key store, whose ``extra_key_dim`` channels are concatenated behind those of
+                ``keys`` (a latent cache's rotary part); exact keys have the channels of both
     exact_first  None or the first tokens in full precision, planes [1, B, K, N, D] and [1, B, K, N, Dv]: row j is the token at position
-                exact_first_at + j, whatever the codes and ``exact_newest`` say of it
+                exact_first_at + j; overrides the codes and ``exact_newest``
     exact_first_at  None for 0, or a plane int64 [1, B, 1, 1, 1]
-    fill        the score of a token that ``bias`` excludes, where a model masks with a number; None for -inf
-    scale       multiplies q . k;  softcap: scores become softcap * tanh(scores / softcap) where > 0
-    log_sums    whether the log-sum of each query's scores, with its sink's, stands behind the result as one more channel
-    result      [B, H, S, Dv] in q's dtype; a query with nothing to attend gives zeros, as SDPA's bool masks do. With log-sums
+    fill        the score of a token that ``bias`` excludes, for models that mask with a finite number; None for -inf
+    scale       multiplies q . k;  softcap: scores become softcap * tanh(scores / softcap) if > 0
+    log_sums    whether the result has one more channel: the log-sum-exp of each query's scores, its sink included
+    result      [B, H, S, Dv] in q's dtype; a query that sees no token gives zeros, as with SDPA's bool masks. With log-sums
                 [B, H, S, Dv + 1] in at least float32, and such a query's log-sum is -inf
 
 H = G * K; query head h reads kv head h // G.
 
-``kvcompile::expose`` stands in Dynamo's graphs wherever a compressed cache is used: the dense tensor that it
-stands for. ``capture`` takes it away again, so it only ever runs where kvcompile is not the backend.
+``kvcompile::expose`` marks every use of a compressed cache in Dynamo's graphs; its result is typed as the dense tensor that the
+cache replaces. ``capture`` removes it, so it runs only in graphs that another backend compiled, and raises there.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ LIBRARY.define(
     "append_window(Tensor x, Tensor(a!)[] planes, Tensor pos, Tensor? origin, str scheme, Tensor[]? tables=None) -> (Tensor, Tensor)"
 )
 LIBRARY.define("read_back(Tensor x, Tensor[] levels, Tensor[] tables, str scheme) -> Tensor")
-# What it runs may choose algorithms by size and device, so it is left out of CUDA graphs; no decode step has it.
+# Its linear algebra may choose algorithms by size and device, so CUDA graphs leave it out; no decode step contains it.
 LIBRARY.define("calibrate(Tensor q, Tensor(a!)[] planes, Tensor? keep, str scheme) -> ()", tags=(torch.Tag.cudagraph_unsafe,))
 LIBRARY.define("keep_first(Tensor x, Tensor(a!)[] planes, Tensor pos, Tensor? origin) -> ()")
 LIBRARY.define("rotate_channels(Tensor x, int order, Tensor? plane, bool inverse) -> Tensor")
@@ -93,12 +93,12 @@ LIBRARY.define(
 
 
 def slot_spec(planes: Sequence[torch.Tensor], head_dim: int, role: Role) -> SlotSpec:
-    """The slot that planes belong to; only dense planes carry the model's dtype."""
+    """Return the slot of a store's planes; its dtype is the model's only if the planes are dense."""
     return SlotSpec(planes[0].shape[2], head_dim, planes[0].dtype, role)
 
 
 def write_rows(plane: torch.Tensor, rows_BKSW: torch.Tensor, pos: torch.Tensor) -> None:
-    """plane[pos // R, :, :, pos % R] = rows, in place; pos int64 [1 or B, S], plane [N, B, K, R, width]."""
+    """Write rows in place at pos int64 [1 or B, S]: plane[pos // R, :, :, pos % R] = rows; plane [N, B, K, R, width]."""
     page, row = pos // plane.shape[3], pos % plane.shape[3]
     if pos.shape[0] == 1:
         # Advanced indices around slices come first in the result: [S, B, K, width].
@@ -114,12 +114,11 @@ def append_body(
 ) -> None:
     """Encode x [B, K, S, D] and write the codes at positions pos [1 or B, S]; ``tables``: the layout's ``encoding`` planes.
 
-    ``origin``: int64 [B], each row's first position that is no padding, for schemes whose tokens share scales. What lies before it
-    is encoded apart: it sets no other token's scale, and still holds what it held.
+    ``origin``: int64 [B], each row's first position that is not padding, for schemes whose tokens share scales; None without padding.
+    Padding before it is encoded separately: it is stored, but sets no other token's scale.
 
-    A position outside of the planes cannot be seen on the host without waiting for the device, and an index
-    out of bounds would take the process down with it: such a token is written as NaN into the last row,
-    which whoever attends as far as that position reads.
+    The host cannot check positions without waiting for the device, and an index out of bounds would kill the process: a token whose
+    position is outside of the planes is written as NaN into the last row, where attention up to that position reads it.
     """
     room = planes[0].shape[0] * planes[0].shape[3]
     inside = (pos >= 0) & (pos < room)
@@ -128,7 +127,7 @@ def append_body(
     made = schemes.parse(scheme)
     given = tuple(tables or ())
     encoded = made.encode(x, *given) if origin is None else _encoded_apart(made, x, pos >= origin[:, None], given)
-    # Constant planes may stand behind those that are written.
+    # Constant planes may follow the written ones.
     for plane, rows in zip(planes[: len(encoded)], encoded, strict=True):
         write_rows(plane, rows.to(plane.dtype), pos)
 
@@ -136,21 +135,21 @@ def append_body(
 def _encoded_apart(
     scheme: schemes.Scheme, x: torch.Tensor, keep_BS: torch.Tensor, tables: tuple[torch.Tensor, ...]
 ) -> list[torch.Tensor]:
-    """Encode x [B, K, S, D], tokens to ``keep`` and the others as two separate writes."""
+    """Encode x [B, K, S, D] as two separate writes, tokens with ``keep_BS`` true and the others, and merge the codes."""
     keep = keep_BS[:, None, :, None]
     one, other = (scheme.encode(torch.where(chosen, x, torch.zeros_like(x)), *tables) for chosen in (keep, ~keep))
     return [torch.where(keep, a, b) for a, b in zip(one, other, strict=True)]
 
 
 def read_back_body(x: torch.Tensor, levels: Sequence[torch.Tensor], tables: Sequence[torch.Tensor], scheme: str) -> torch.Tensor:
-    """Decode the codes of x [B, K, S, D]; ``levels``: the constant planes that attention reads, ``tables``: those that ``encode`` takes."""
+    """Encode and decode x [B, K, S, D]. ``levels``: constant planes that ``decode`` takes; ``tables``: planes that ``encode`` takes."""
     made = schemes.parse(scheme)
     slot = SlotSpec(x.shape[1], x.shape[3], x.dtype, Role.VALUE)
     return made.decode((*made.encode(x, *tables), *levels), slot).to(x.dtype)
 
 
 def calibrate_body(q: torch.Tensor, planes: list[torch.Tensor], keep: torch.Tensor | None, scheme: str) -> None:
-    """Fill the planes from queries q [B, H, S, D] of the tokens at 0, 1, 2, ..., of which ``keep`` [B or 1, T'] are no padding."""
+    """Fill the planes from queries q [B, H, S, D] of tokens 0, 1, 2, ...; ``keep`` [B or 1, T'] is False for padding, None without."""
     if keep is not None:
         keep = _padded(keep, q.shape[2], False).expand(q.shape[0], -1)
     made = schemes.parse(scheme).calibrate(q.unflatten(1, (planes[0].shape[2], -1)), keep)
@@ -159,14 +158,14 @@ def calibrate_body(q: torch.Tensor, planes: list[torch.Tensor], keep: torch.Tens
 
 
 def as_tokens(plane: torch.Tensor) -> torch.Tensor:
-    """[N, B, K, R, width] -> [B, K, N * R, width]."""
+    """Flatten the pages of a plane: [N, B, K, R, width] -> [B, K, N * R, width]."""
     return plane.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
 def visible(
     hi: torch.Tensor, lo: torch.Tensor | None, keep: torch.Tensor | None, tokens: int
 ) -> torch.Tensor:
-    """Which positions each query attends to, bool [B or 1, 1, S, T]."""
+    """Return the mask of positions that each query attends to, bool [B or 1, 1, S, T]."""
     t = torch.arange(tokens, device=hi.device)
     mask = t <= hi[:, None, :, None]
     if lo is not None:
@@ -177,7 +176,7 @@ def visible(
 
 
 def _padded(mask: torch.Tensor, tokens: int, fill: float) -> torch.Tensor:
-    """The last axis cut or filled to ``tokens``."""
+    """Cut or fill the last axis of ``mask`` to ``tokens`` entries."""
     missing = tokens - mask.shape[-1]
     if missing <= 0:
         return mask[..., :tokens]
@@ -185,7 +184,7 @@ def _padded(mask: torch.Tensor, tokens: int, fill: float) -> torch.Tensor:
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """RoPE on the first Dr channels of x [B, K, T, D], with cos and sin [1 or B, T, Dr]."""
+    """Apply RoPE to the first Dr channels of x [B, K, T, D], with cos and sin [1 or B, T, Dr]."""
     width = cos.shape[-1]
     part, rest = x[..., :width], x[..., width:]
     if interleaved:
@@ -196,7 +195,7 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleave
 
 
 def undo_rope_body(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """Undo ``apply_rope``, in x's dtype; where cos and sin are no rotation, by the inverse of what they are."""
+    """Undo ``apply_rope``, in x's dtype. Inverts the 2 x 2 matrices, since cos and sin may be scaled and no pure rotation."""
     width = cos.shape[-1]
     exact = torch.promote_types(x.dtype, torch.float32)
     cos, sin = cos.to(exact).unsqueeze(1), sin.to(exact).unsqueeze(1)
@@ -210,14 +209,14 @@ def undo_rope_body(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interl
 
 
 def first_visible_body(seen: torch.Tensor) -> torch.Tensor:
-    """Return the first position whose entry of ``seen`` [B, T] is not zero, int64 [B]; T where there is none."""
+    """Return the first position whose entry of ``seen`` [B, T] is not zero, int64 [B]; T if all are zero."""
     tokens = seen.shape[1]
     index = torch.arange(tokens, dtype=torch.int64, device=seen.device)
     return (index + (seen == 0).to(torch.int64) * tokens).amin(1)
 
 
 def with_exact_rows(decoded: torch.Tensor, exact_newest: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """Decoded tokens [B, K, T, D] with ``exact_newest`` [B, K, R, D] laid over those from ``base`` [1 or B] on."""
+    """Replace tokens from position ``base`` [1 or B] on in ``decoded`` [B, K, T, D] by ``exact_newest`` [B, K, R, D]."""
     tokens, rows = decoded.shape[2], exact_newest.shape[2]
     j = torch.arange(tokens, device=decoded.device) - base[:, None]
     taken = exact_newest.gather(2, j.clamp(0, rows - 1)[:, None, :, None].expand(*exact_newest.shape[:2], tokens, exact_newest.shape[3]))
@@ -225,7 +224,7 @@ def with_exact_rows(decoded: torch.Tensor, exact_newest: torch.Tensor, base: tor
 
 
 def attend_body(operands: AttendOperands[torch.Tensor], compute: torch.dtype | None = None) -> torch.Tensor:
-    """The definition of ``attend`` in ``compute`` precision (q's, at least float32); decodes one kv head at a time."""
+    """Compute ``attend``, its definition, in ``compute`` precision (None: q's, at least float32), decoding one kv head at a time."""
     q, kv_heads = operands.q, operands.keys[0].shape[2]
     compute = compute or torch.promote_types(q.dtype, torch.float32)
     group = q.shape[1] // kv_heads
@@ -238,7 +237,7 @@ def attend_body(operands: AttendOperands[torch.Tensor], compute: torch.dtype | N
 
 
 def _decoded(operands: AttendOperands[torch.Tensor], one: slice, compute: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [B, 1, T, .] of one kv head as attention multiplies them: newest tokens laid over, keys rotated."""
+    """Return keys and values [B, 1, T, .] of one kv head, with exact tokens filled in and RoPE applied to the keys."""
     extra_key_planes, exact_newest, base = operands.extra_key_planes, operands.exact_newest, operands.base
     ks, vs = schemes.parse(operands.key_scheme), schemes.parse(operands.value_scheme)
     key_slot = slot_spec(operands.keys, operands.q.shape[3] - operands.extra_key_dim, Role.KEY)
@@ -264,7 +263,7 @@ def _decoded(operands: AttendOperands[torch.Tensor], one: slice, compute: torch.
 def _attend_heads(
     operands: AttendOperands[torch.Tensor], heads: slice, k: torch.Tensor, v: torch.Tensor, compute: torch.dtype
 ) -> torch.Tensor:
-    """The result of the query heads of one kv head, [B, G, S, Dv] in q's dtype, or with log-sums in its place."""
+    """Return the result of one kv head's query heads: [B, G, S, Dv] in q's dtype, or [B, G, S, Dv + 1] in ``compute`` with log-sums."""
     weights, total, mask, top = softmax_parts(operands, heads, k, compute)
     result = weighted(weights, total, mask, v)
     return torch.cat((result, top + torch.log(total)), -1) if operands.log_sums else result.to(operands.q.dtype)
@@ -273,8 +272,10 @@ def _attend_heads(
 def softmax_parts(
     operands: AttendOperands[torch.Tensor], heads: slice, k: torch.Tensor, compute: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Softmax of the query heads of one kv head over keys [B, 1, T, D]: weights [B, G, S, T], their sums with the sinks' [B, G, S, 1],
-    which tokens each query sees, bool [B or 1, 1 or G, S, T], and the score that was subtracted from all [B, G, S, 1].
+    """Compute the softmax of one kv head's query heads over keys [B, 1, T, D]; returns (weights, total, mask, top).
+
+    Unnormalised weights [B, G, S, T]; their sums, sinks included [B, G, S, 1]; the visible tokens, bool [B or 1, 1 or G, S, T]; the
+    maximum that was subtracted from the scores [B, G, S, 1].
     """
     q, bias, sinks, softcap, fill, tokens = operands.q, operands.bias, operands.sinks, operands.softcap, operands.fill, k.shape[2]
     scores = (q[:, heads].to(compute) @ k.transpose(-1, -2)) * operands.scale
@@ -305,20 +306,20 @@ def softmax_parts(
 
 
 def weighted(weights: torch.Tensor, total: torch.Tensor, mask: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Values [B, 1, T, Dv] by what ``softmax_parts`` returned, [B, G, S, Dv]."""
-    # What is masked must not poison the sum: 0 * NaN of an unwritten token is NaN.
+    """Return the weighted mean of values [B, 1, T, Dv] as [B, G, S, Dv]; the other arguments are ``softmax_parts``' results."""
+    # Masked values must not poison the sum: 0 * NaN of an unwritten token is NaN.
     v = torch.where(mask.any(2).any(1)[:, None, :, None], v, torch.zeros_like(v))
-    # Compared with zero, not "above zero": the total of a row that saw NaN is NaN and must stay one.
+    # "== 0" and not "<= 0 or NaN": the total of a row that saw NaN is NaN, and the result must be NaN too.
     return torch.where(total == 0, torch.zeros_like(total), (weights @ v) / total)
 
 
 def _fitted(table: torch.Tensor, tokens: int) -> torch.Tensor:
-    """cos or sin [., T', Dr] cut or filled with zeros to ``tokens``: nothing visible lies behind."""
+    """Cut or zero-fill cos or sin [., T', Dr] to ``tokens`` positions; positions from T' on are never visible."""
     return torch.nn.functional.pad(table, (0, 0, 0, max(0, tokens - table.shape[1])))[:, :tokens]
 
 
 def decodable(scheme: schemes.Scheme, planes: Sequence[torch.Tensor], slot: SlotSpec, heads: slice) -> tuple[torch.Tensor, ...]:
-    """Return the operands of ``decode``: planes that a kernel reads, as tokens [B, K, T, width], for some heads; tables as they are."""
+    """Return ``decode``'s operands for some heads: a kernel's planes as tokens [B, K, T, width]; a constant last plane keeps its shape."""
     fmt = scheme.format(slot)
     read = [plane[:, :, heads] for plane in planes[: fmt.planes]]
     return tuple(plane if fmt.ends_constant and at == fmt.planes - 1 else as_tokens(plane) for at, plane in enumerate(read))
@@ -329,7 +330,7 @@ def _attend(*args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def _attend_meta(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """Shape of the result, [B, H, S, Dv] in q's dtype, contiguous; with log-sums one channel more, in at least float32."""
+    """Return an empty tensor of the result's shape: [B, H, S, Dv] in q's dtype; with log-sums one channel more, in at least float32."""
     operands: AttendOperands[torch.Tensor] = AttendOperands(*args, **kwargs)
     q, width = operands.q, operands.value_dim
     if operands.log_sums:
@@ -353,7 +354,7 @@ def _read_back_meta(x: torch.Tensor, levels: Sequence[torch.Tensor], tables: Seq
 
 
 def rotate_channels_body(x: torch.Tensor, order: int, plane: torch.Tensor | None, inverse: bool) -> torch.Tensor:
-    """Rotate the channels of x by a plane [1, 1 or B, K, D, D] that adds to the Hadamard matrix, or by that matrix alone."""
+    """Rotate the channels of x by a Hadamard matrix of ``order``, plus ``plane`` [1, 1 or B, K, D, D] unless None; back if ``inverse``."""
     return (unrotate if inverse else rotate)(x, order, None if plane is None else plane[0])
 
 
@@ -370,7 +371,7 @@ def _first_visible_meta(seen: torch.Tensor) -> torch.Tensor:
 
 
 def _expose(x: torch.Tensor) -> torch.Tensor:
-    """Raise ForeignBackend where another backend compiled the graph: it would read or write a tensor that holds nothing."""
+    """Raise ForeignBackend: another backend compiled the graph, and would read or write a tensor without storage."""
     raise ForeignBackend(shape=tuple(x.shape))
 
 

@@ -1,7 +1,7 @@
-"""``unroll``: the codes of a sliding cache in the order of its tokens, for attention of several new tokens.
+"""``unroll``: the codes of a sliding cache in token order, for attention of several new tokens.
 
-The token at position p of a sliding cache of n slots lies in slot p % n. Codes are copied as they are; the new tokens'
-codes come behind them, so that attention sees one row of tokens: the past that it reads, then the new ones.
+The token at position p of a sliding cache of n slots is in slot p % n. Codes are copied unchanged, and the new tokens'
+codes are appended, so that attention sees one sequence: the past that it reads, then the new tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvcompile import schemes
 
 
 def taken(plane: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """The rows of a plane [N, B, K, R, width] in the given slots, [B, K, n, width]."""
+    """Return the rows of a plane [N, B, K, R, width] in ``slots`` [n], as [B, K, n, width]."""
     # Advanced indices around slices come first in the result.
     return plane[slots // plane.shape[3], :, :, slots % plane.shape[3]].permute(1, 2, 0, 3)
 
@@ -23,7 +23,7 @@ def unroll_body(
     x: torch.Tensor, planes: list[torch.Tensor], cursor: torch.Tensor, past: int, slots: int, scheme: str,
     tables: Sequence[torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
-    """[1, B, K, past + S, width] of each plane: the ``past`` tokens before the cursor, then x [B, K, S, D] encoded."""
+    """Return [1, B, K, past + S, width] for each plane: the ``past`` tokens before ``cursor``, then x [B, K, S, D] encoded."""
     held = (cursor - past + torch.arange(past, device=cursor.device)) % slots
     made = []
     for plane, rows in zip(planes, schemes.parse(scheme).encode(x, *(tables or ())), strict=True):
@@ -35,5 +35,5 @@ def unroll_meta(
     x: torch.Tensor, planes: list[torch.Tensor], cursor: torch.Tensor, past: int, slots: int, scheme: str,
     tables: Sequence[torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
-    """Shapes of the results."""
+    """Return empty tensors of the results' shapes."""
     return [plane.new_empty(1, plane.shape[1], plane.shape[2], past + x.shape[2], plane.shape[4]) for plane in planes]
