@@ -1,1 +1,1 @@
-"""Certificates of any scheme with a bound: how bounds are printed, put together for a head, reported and counted."""
+"""Certificates of any scheme with a bound: printing bounds, combining them for a head, reports and telemetry."""

@@ -1,14 +1,14 @@
-"""Prints the sympy bounds as ATen and Triton functions whose results stay bounds: every rounding error is added outwards.
+"""Prints the sympy bounds as ATen and Triton code whose results are still bounds: every rounding error is added outwards.
 
 The relative error of evaluating an expression is derived from the expression itself, node by node, for the
 unit roundoff of the dtype it is evaluated in: sums of nonnegative terms and products add up, exp multiplies the error
 of its argument by the argument, 1 - exp(-x) and tanh are well conditioned. A difference of nonnegative numbers
-cancels and is refused (``UnprintableBound``), except in the argument of exp and for ``Rise``. The value printed is then
-moved by that much, and by the least normal number, in the direction that the bound says. Symbols count as exact: what feeds
-one bound into another is moved outwards already; ``INPUT_ERRORS`` names the exceptions.
+cancels and is refused (``UnprintableBound``), except in the argument of exp and for ``Rise``. The printed value is then
+moved by that error, and by the least normal number, in the bound's direction. Symbols count as exact, since a bound that is
+an input of another bound was moved outwards already; ``INPUT_ERRORS`` names the exceptions.
 
 Algebra of blocks and heads runs in float64: one evaluation per block of 16 tokens, so that neither exp(Delta) nor a
-mass below the least float32 needs a case of its own.
+mass below the least float32 needs a special case.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ INPUT_ERRORS: dict[sympy.Symbol, float] = {WEIGHT: 2.0**-15, CHANNELS: 2.0**-12}
 """Relative errors of inputs that a kernel sums in float32: 16 exponentials of arguments above -104; up to 1,024 channels."""
 
 LARGEST_ARGUMENT = 1024.0
-"""exp of anything below minus this is zero in float64, and above this infinite: no error of an argument matters beyond."""
+"""In float64, exp is zero below minus this and infinite above it, so larger errors of an argument do not matter."""
 
 FUNCTION = 8.0
-"""Units in the last place that exp, expm1 and tanh of any backend stay within."""
+"""Largest error of exp, expm1 and tanh on any backend, in units in the last place."""
 
 UNITS = {torch.float32: 2.0**-24, torch.float64: 2.0**-53}
 
 
 class UnprintableBound(CompileError):
-    """A bound is written with something whose rounding error is not known here."""
+    """A bound contains an operation whose rounding error is not known here."""
 
     template = (
         "expected a bound of nonnegative sums, products, quotients, Min, Max, exp, tanh and Rise, found {found}; rewrite the bound "
@@ -45,7 +45,7 @@ class UnprintableBound(CompileError):
 
 
 def relative_error(expression: sympy.Expr, unit: float) -> float:
-    """How far a value of ``expression`` computed with this unit roundoff is from the exact one at most, relative to it."""
+    """Bound the relative error of ``expression`` evaluated with unit roundoff ``unit``. Raises UnprintableBound."""
     if expression.is_Symbol:
         return INPUT_ERRORS.get(expression, 0.0)
     if expression.is_number:
@@ -81,7 +81,7 @@ def relative_error(expression: sympy.Expr, unit: float) -> float:
 
 
 class _Aten(StrPrinter):
-    """Python over torch; every name is a tensor or a number."""
+    """Prints expressions as Python over torch; every name is a tensor or a number."""
 
     def _call(self, name: str, expression: sympy.Expr) -> str:
         return f"torch.{name}({self._print(expression.args[0])})"
@@ -118,7 +118,7 @@ class _Aten(StrPrinter):
 
 
 class _TritonPrinter(_Aten):
-    """The printer of a bound as Triton functions, where ``kernels.bounds`` has what Triton lacks; NaN stays, as it does in ATen."""
+    """Prints expressions as Triton, with helpers of ``kernels.bounds`` for tanh and Rise; NaN propagates as in ATen."""
 
     def _call(self, name: str, expression: sympy.Expr) -> str:
         return f"tl.{name}({self._print(expression.args[0])})"
@@ -135,18 +135,18 @@ class _TritonPrinter(_Aten):
 
 
 def dtype_of(bound: Bound) -> torch.dtype:
-    """Return the dtype that a bound is evaluated in: float32 where there is one value a channel, else float64."""
+    """Return the dtype in which a bound is evaluated: float32 for one value per channel, otherwise float64."""
     return torch.float32 if bound.over is BoundUnit.CHANNEL else torch.float64
 
 
 def _signed(bound: Bound) -> bool:
-    """Whether a bound is a sum with a signed symbol (a log-mass): its error is relative to its terms, not to itself."""
+    """Return whether a bound is a sum with a signed symbol (a log-mass), so that its error is relative to its terms, not to itself."""
     terms = bound.expression.args
     return bound.expression.is_Add and all(term.is_Symbol for term in terms) and not all(term.is_nonnegative for term in terms)
 
 
 def slack(bound: Bound) -> float:
-    """The relative amount by which a printed bound is moved outwards: twice its error, which also covers the move's own rounding."""
+    """Return the relative amount by which a printed bound is moved outwards: twice its error, to cover the move's rounding; 0 if signed."""
     if _signed(bound):
         return 0.0
     unit = UNITS[dtype_of(bound)]
@@ -154,12 +154,15 @@ def slack(bound: Bound) -> float:
 
 
 def aten_source(bound: Bound) -> str:
-    """The Python expression that evaluates a bound, moved outwards."""
+    """Return a Python expression over torch that evaluates a bound, moved outwards."""
     return _outward(bound, _Aten(), "abs")
 
 
 def triton_source(bound: Bound) -> str:
-    """A Triton function of the bound's arguments, in order: tensors of ``dtype_of`` or numbers."""
+    """Return the source of a Triton function of the bound's arguments, in order: tensors of ``dtype_of`` or numbers.
+
+    Raises UnprintableBound.
+    """
     if dtype_of(bound) is not torch.float64:
         raise UnprintableBound(found=f"{bound.name} in float32, which kernels take as constants")
     return f"@triton.jit\ndef {bound.name}({', '.join(bound.arguments)}):\n    return {_outward(bound, _TritonPrinter(), 'tl.abs')}\n"
@@ -178,15 +181,15 @@ def _outward(bound: Bound, printer: StrPrinter, magnitude: str) -> str:
 
 @functools.cache
 def aten(bound: Bound) -> Callable[..., torch.Tensor]:
-    """A function of the bound's arguments by name: tensors of ``dtype_of`` or numbers."""
+    """Return the bound as a torch function of its arguments by name: tensors of ``dtype_of`` or numbers."""
     source = f"lambda {', '.join(bound.arguments)}: {aten_source(bound)}"
     return eval(source, {"torch": torch, "abs": abs})
 
 
 UP32 = (1 + 2.0**-22, 2.0**-126)
-"""A factor and an addend that make up for rounding to float32, also where denormals are flushed."""
+"""Factor and addend that compensate rounding to float32, even if denormals are flushed to zero."""
 
 
 def up32(x: torch.Tensor) -> torch.Tensor:
-    """Nonnegative float64 numbers as float32, never below; above zero wherever they are."""
+    """Round nonnegative float64 numbers up to float32; the result is always above zero."""
     return (x * UP32[0] + UP32[1]).to(torch.float32)

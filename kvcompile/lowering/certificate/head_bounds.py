@@ -1,4 +1,4 @@
-"""The certificate of one step: the three bounds of a head, from its blocks (theorems 2 to 6 of ``schemes.certificate.bounds``)."""
+"""The certificate of one step: the three bounds of a head, from those of its blocks (theorems 2 to 6 of ``schemes.certificate.bounds``)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvcompile.lowering.certificate.logits import total
 from kvcompile.schemes.certificate import bounds
 from kvcompile.schemes.certificate.policy import Cause, Certify
 
-# Printed once, at import: Dynamo then sees plain functions.
+# Printed once, at import, so that Dynamo sees plain functions.
 _accumulation = aten(bounds.ACCUMULATION)
 _accumulation_term = aten(bounds.ACCUMULATION_TERM)
 _center_norm = aten(bounds.CENTER_NORM)
@@ -26,20 +26,23 @@ _value = aten(bounds.VALUE)
 _value_term = aten(bounds.VALUE_TERM)
 
 CHAIN = 64.0
-"""Rounding steps between a product and the output where a block's 16 products are added first and blocks in float64; exp's too."""
+"""Rounding steps between a product and the output, exp's included: 16 products of a block are added in float32, blocks in float64."""
 
 OUTWARD = 1 + 2.0**-50
-"""Covers a float64 product and a sum."""
+"""Factor that covers the rounding of a float64 product and a sum."""
 
 LEAST_NORMAL = 1e-300
-"""Below any sum that is not zero: a head that sees nothing divides zero by it."""
+"""Least divisor, below any nonzero sum: a head that sees no token divides zero by it."""
 
 OUTPUT_UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 OUTPUT_TINY = {torch.float32: 2.0**-126, torch.bfloat16: 2.0**-126, torch.float16: 2.0**-25}
 
 
 class Sum(NamedTuple):
-    """The softmax of one step as its blocks: float64 [B, K, Q, N], and a sink's mass [B, K, Q], relative to the largest logit."""
+    """The softmax of one step by blocks, relative to the largest logit: float64 [B, K, Q, N], and a sink's mass [B, K, Q].
+
+    A block's mass is ``weight * exp(gap)``, ``gap`` its largest logit less the head's largest.
+    """
 
     gap: torch.Tensor
     weight: torch.Tensor
@@ -47,30 +50,30 @@ class Sum(NamedTuple):
 
     @property
     def total(self) -> torch.Tensor:
-        """All mass, rounded down."""
+        """Total mass [B, K, Q], rounded down."""
         return (total(_total_term(weight=self.weight, gap=self.gap)) + self.sink * (1 - 2.0**-20)).clamp(min=LEAST_NORMAL)
 
 
 class ValueBounds(NamedTuple):
-    """Bounds of each block's values: nu, and eta, zero where originals are used; float64 [B, K, Q, N], zero where not visible."""
+    """Bounds on each block's values, float64 [B, K, Q, N], zero for invisible blocks: ``nu`` on norms, ``eta`` on errors of codes."""
 
     nu: torch.Tensor
     eta: torch.Tensor
 
     @property
     def vmax(self) -> torch.Tensor:
-        """The largest norm of a visible original value, [B, K, Q]."""
+        """Largest norm of a visible full-precision value, [B, K, Q]."""
         return self.nu.amax(-1)
 
 
 def value_terms(softmax: Sum, eta: torch.Tensor) -> torch.Tensor:
-    """Each block's share of the value bound, [B, K, Q, N]; the bound is their sum."""
+    """Return each block's term of the value bound, [B, K, Q, N]; the bound is their sum (theorem 5)."""
     mass_times_eta = _value_term(weight=softmax.weight, gap=softmax.gap, eta=eta)
     return _value(value_sum=mass_times_eta, total=softmax.total.unsqueeze(-1))
 
 
 def key_bound(softmax: Sum, delta: torch.Tensor, values: ValueBounds, center: torch.Tensor) -> torch.Tensor:
-    """E_key, [B, K, Q]: all deviations of logits together, those of exact keys by rounding included."""
+    """Bound the key error of the output, [B, K, Q] (theorem 2): all deviations of logits, rounding errors of exact keys included."""
     block = dict(weight=softmax.weight, gap=softmax.gap, delta=delta)
     least = total(_least_term(**block)) + softmax.sink * (1 - 2.0**-20)
     return _key(
@@ -80,7 +83,7 @@ def key_bound(softmax: Sum, delta: torch.Tensor, values: ValueBounds, center: to
 
 
 def accumulation(softmax: Sum, values: ValueBounds, chain: float) -> torch.Tensor:
-    """Bound the error that summing in float32 adds, [B, K, Q]."""
+    """Bound the error of summing in float32, [B, K, Q]; ``chain``: rounding steps between a product and the output (theorem 6)."""
     term = _accumulation_term(
         weight=softmax.weight, gap=softmax.gap, chain=chain, nu=values.nu, eta=values.eta,
         vmax=(values.nu + values.eta).amax(-1, keepdim=True),
@@ -89,17 +92,17 @@ def accumulation(softmax: Sum, values: ValueBounds, chain: float) -> torch.Tenso
 
 
 def norm(x: torch.Tensor) -> torch.Tensor:
-    """|x|_2 over the last axis, float64, not below the exact one."""
+    """Return |x|_2 over the last axis, in float64, rounded up."""
     return torch.linalg.vector_norm(x.to(torch.float64), dim=-1) * (1 + 2.0**-40)
 
 
 def output_rounding(size: torch.Tensor, dtype: torch.dtype, width: int) -> torch.Tensor:
-    """Bound the error that rounding to the output's dtype adds to a result of norm ``size``."""
+    """Bound the error of rounding a result of norm ``size`` and ``width`` channels to the output's dtype."""
     return _output_rounding(norm=size, out_unit=OUTPUT_UNIT[dtype], out_tiny=OUTPUT_TINY[dtype] * math.sqrt(width))
 
 
 class Certificate(NamedTuple):
-    """The three bounds of each query, float64 [B, K, Q]; their sum bounds |output - exact output|_2."""
+    """The three error bounds of each query, float64 [B, K, Q]; their sum bounds |output - exact output|_2."""
 
     key: torch.Tensor
     value: torch.Tensor
@@ -109,18 +112,18 @@ class Certificate(NamedTuple):
 def certificate(
     softmax: Sum, delta: torch.Tensor, values: ValueBounds, output: torch.Tensor, dtype: torch.dtype, chain: float = CHAIN
 ) -> Certificate:
-    """Return the certificate of an output [B, K, Q, Dv] as it was accumulated, before it is rounded to ``dtype``."""
+    """Return the certificate of an output [B, K, Q, Dv] in its accumulator's precision, before it is rounded to ``dtype``."""
     value, added = total(value_terms(softmax, values.eta)), accumulation(softmax, values, chain)
     size = norm(output)
     center = _center_norm(norm=size, value_sum=value + added, vmax=values.vmax)
     rounding = output_rounding(size, dtype, output.shape[-1])
-    # A result beyond the dtype's range becomes infinite, which no rounding bounds.
+    # A result beyond the dtype's range becomes infinite: its error has no bound.
     beyond = (torch.isinf(output.to(dtype)) & torch.isfinite(output)).any(-1)
     return Certificate(key_bound(softmax, delta, values, center), value, torch.where(beyond, math.inf, added + rounding))
 
 
 def causes_of(certificate: Certificate, rules: Certify) -> torch.Tensor:
-    """Why a head fails by its certificate alone, int64 [B, K, Q] of ``Cause`` bits."""
+    """Return the reasons for which a head fails by its certificate alone, int64 [B, K, Q] of ``Cause`` bits."""
     finite = torch.isfinite(certificate.key + certificate.value + certificate.arithmetic)
     within = (certificate.key <= rules.key_budget) & (certificate.value <= rules.value_budget)
     return torch.where(finite, 0, int(Cause.NOT_FINITE)) | torch.where(within | ~finite, 0, int(Cause.BUDGET))

@@ -1,6 +1,6 @@
-"""Logits of one step as a certificate needs them: masks and biases by kv head, and how far a logit is below the largest.
+"""Logits of one step for a certificate: masks and biases by kv head, and each logit's distance from the largest.
 
-Axes beside the usual: Q = G * S queries of one kv head, N blocks.
+Additional axes: Q = G * S queries of one kv head, N blocks.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.lowering.ops.operations import _padded, visible
 
 LOWEST = -1e4
-"""Stands for the gap of blocks that hold no mass: exp of it is zero in float64."""
+"""Gap of blocks without mass: exp of it is zero in float64."""
 
 NEAR = 200.0
-"""Logits further than this below the largest have no mass that a float32 number could show."""
+"""Logits further than this below the largest have zero mass in float32."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LogitInputs:
-    """How logits are made of queries [B, K, Q, D] and keys, mask and bias included."""
+    """Inputs of logits besides the keys: queries [B, K, Q, D], mask, bias, scale and softcap."""
 
     query: torch.Tensor
     visible: torch.Tensor
@@ -31,30 +31,30 @@ class LogitInputs:
     softcap: float
 
     def products(self, keys_BKTD: torch.Tensor) -> torch.Tensor:
-        """[B, K, Q, T], before a bias and whoever sees them."""
+        """Return scaled, soft-capped scores [B, K, Q, T] for keys [B, K, T, D], before bias and mask."""
         scores = (self.query @ keys_BKTD.transpose(-1, -2)) * self.scale
         return self.softcap * torch.tanh(scores / self.softcap) if self.softcap > 0 else scores
 
     def logits(self, products: torch.Tensor) -> torch.Tensor:
-        """With the bias; minus infinity where a token is not visible."""
+        """Add the bias to ``products``' scores, and set invisible tokens to minus infinity."""
         scores = products if self.bias is None else products + self.bias
         return scores.masked_fill(~self.visible, float("-inf"))
 
 
 def total(terms: torch.Tensor) -> torch.Tensor:
-    """The sum over blocks."""
+    """Return the sum over blocks (the last axis), float64."""
     return terms.sum(-1, dtype=torch.float64)
 
 
 def gaps(peak: torch.Tensor, top: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
-    """How far each block's largest logit is below the head's, float64; never so far that exp of it is anything but zero."""
+    """Return each block's largest logit ``peak`` less the head's ``top``, float64, at least LOWEST; LOWEST if the block is not ``live``."""
     apart = peak.to(torch.float64) - top.to(torch.float64).unsqueeze(-1)
-    # clamp would keep a NaN, and so must this.
+    # NaN stays NaN, as with clamp.
     return torch.where(live, torch.where(apart < LOWEST, LOWEST, apart), LOWEST)
 
 
 def by_queries(x: torch.Tensor, heads: Sequence[int], queries: int) -> torch.Tensor:
-    """[B, 1 or H, 1 or S, T] as [B, 1 or K, Q, T] for (K, G)."""
+    """Reshape [B, 1 or H, 1 or S, T] to [B, 1 or K, Q, T]; ``heads``: (K, G), ``queries``: S."""
     K, G = heads
     x = x.expand(-1, -1, queries, -1)
     if x.shape[1] == 1:
@@ -65,7 +65,7 @@ def by_queries(x: torch.Tensor, heads: Sequence[int], queries: int) -> torch.Ten
 def visible_to_queries(
     operands: AttendOperands[torch.Tensor], heads: tuple[int, int], tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return which tokens each query sees, bool [B, 1 or K, Q, T], and the bias that its logits get, float32 [B or 1, 1 or K, Q, T]."""
+    """Return each query's visible tokens, bool [B, 1 or K, Q, T], and its logits' bias, float32 [B or 1, 1 or K, Q, T]; None without."""
     q, bias, S = operands.q, operands.bias, operands.q.shape[2]
     mask = by_queries(visible(operands.hi, operands.lo, operands.keep, tokens), heads, S)
     extra = None

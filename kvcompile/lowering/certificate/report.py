@@ -1,14 +1,14 @@
-"""Certificates of schemes that keep no originals: report only, there is nothing to fall back to.
+"""Certificates of schemes that keep no full-precision tokens: report only, since there is nothing to fall back to.
 
-Every token is a block of its own. How far a channel may be from its original is the scheme's ``radius``, by the scales and zero points that
-are stored; so a logit deviates by sum_c |q_c| radius_c, and a value by the norm of its radius. Where the error of a channel's codes moved
-other channels before they were encoded, by a matrix M that is stored, k' - k = e (I + M), and a logit deviates by
-sum_c |((I + M) q)_c| radius_c: less than without M, where M turns the error away from what q looks at. The theorems are those of
-``schemes.bounds``, applied to attention over what the codes stand for, computed here in float64. How far the output is from that is no
-bound but measured, and part of the arithmetic: so the certificate holds whatever multiplied, in whatever precision.
+Every token is a block of its own. The scheme's ``radius`` bounds each channel's distance from its full-precision value, by the stored
+scales and zero points; so a logit deviates by at most sum_c |q_c| radius_c, and a value by the norm of its radius. If the error of a
+channel's code was added to other channels before they were encoded, by a stored matrix M, then k' - k = e (I + M), and a logit deviates
+by at most sum_c |((I + M) q)_c| radius_c: less than without M, if M moves the error away from the directions of q. The theorems are those
+of ``schemes.certificate.bounds``, applied to attention over the decoded tokens, which is computed here in float64. The output's distance
+from that result is measured, not bounded, and counts as arithmetic: so the certificate holds for any kernel, in any precision.
 
-Keys and values that are stored with rotated channels are compared so, where lengths are what they were. What that rotation rounds, of
-tokens, queries and the result, is added (``Turning``).
+Keys and values that are stored with rotated channels are compared in rotated form, which keeps lengths. The rounding of tokens, queries
+and results by that rotation is added (``Turning``).
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _deviation = aten(bounds.DEVIATION)
 _rounding = aten(bounds.ROUNDING)
 
 DOUBLE = 2.0**-28
-"""A rounding step of float64 in those of float32, twice over."""
+"""A rounding step of float64 in units of float32 steps, doubled."""
 
 CHAIN = 2.0
-"""All rounding steps of float64 between a product and the result, in those of float32: enough for 2^28 tokens."""
+"""All float64 rounding steps between a product and the result, in units of float32 steps: enough for 2^28 tokens."""
 
 
 def decoded_with_radius(scheme: Scheme, planes: Sequence[torch.Tensor], slot: SlotSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """Decode tokens, and bound how far every channel may be from its original; float32 [B, K, T, D]. Raises NotBounded."""
+    """Return decoded tokens, and a bound on each channel's distance from full precision; both float32 [B, K, T, D]. Raises NotBounded."""
     expression = scheme.radius(slot)
     if expression is None:
         raise NotBounded(scheme=scheme.spec())
@@ -66,10 +66,10 @@ def decoded_with_radius(scheme: Scheme, planes: Sequence[torch.Tensor], slot: Sl
 
 @dataclass(frozen=True)
 class Errors:
-    """How far keys may be from their originals, by channel; float32 [B, K, T, D].
+    """Bounds on the distance of keys or values from their full-precision tokens, by channel; float32 [B, K, T, D].
 
-    ``own``: by their codes. ``error_feedback`` [1 or B, K, D, D]: own error times row i is what channel i added to others before they were
-    encoded. ``rest``: what rounding added.
+    ``own``: error of the codes. ``rest``: rounding errors. ``error_feedback`` [1 or B, K, D, D]: channel i's own error times row i was
+    added to other channels before they were encoded; None without.
     """
 
     own: torch.Tensor
@@ -78,10 +78,10 @@ class Errors:
 
     @staticmethod
     def of(values: torch.Tensor, own: torch.Tensor, error_feedback: torch.Tensor | None) -> Errors:
-        """The errors of decoded values whose codes err by at most ``own``.
+        """Return the errors of decoded ``values`` whose codes are off by at most ``own``.
 
-        What an error adds to another channel is a product in float32 or whatever torch is told to multiply with, bfloat16 at worst: 2^-8
-        of it, and the error itself was rounded by 2^-21 of the value. 255 sums at most round the channel by 2^-16 of itself.
+        An error that is fed back to another channel is a product in float32 or in torch's matmul precision, bfloat16 at worst: 2^-8 of it
+        is lost, and the error itself was rounded by 2^-21 of the value. At most 255 additions round the channel by 2^-16 of itself.
         """
         if error_feedback is None:
             return Errors(own, torch.zeros_like(own))
@@ -90,16 +90,16 @@ class Errors:
         return Errors(own, added + own / 64 + size * 2.0**-16, error_feedback)
 
     def where(self, condition: torch.Tensor, rest: torch.Tensor | float) -> Errors:
-        """Other tokens' errors where a condition holds: none by codes, and ``rest``."""
+        """Return these errors, but no code error and ``rest`` for tokens with ``condition``."""
         return Errors(torch.where(condition, 0, self.own), torch.where(condition, rest, self.rest), self.error_feedback)
 
     def every(self) -> torch.Tensor:
-        """How far each channel may be; float64 [B, K, T, D]."""
+        """Bound each channel's error; float64 [B, K, T, D]."""
         own, rest = self.own.to(torch.float64), self.rest.to(torch.float64)
         return own + rest if self.error_feedback is None else own + own @ self.error_feedback.abs().to(torch.float64) + rest
 
     def along(self, query: torch.Tensor) -> torch.Tensor:
-        """How far the products with queries may be; query float64 [B, K, N, D] -> [B, K, N, T]."""
+        """Bound the errors of products with queries; float64 [B, K, N, D] -> [B, K, N, T]."""
         own, rest = (x.to(torch.float64).transpose(-1, -2) for x in (self.own, self.rest))
         turned = query if self.error_feedback is None else query + query @ self.error_feedback.to(torch.float64).transpose(-1, -2)
         return turned.abs() @ own + query.abs() @ rest
@@ -107,14 +107,14 @@ class Errors:
 
 @dataclass(frozen=True)
 class Turning:
-    """How far tokens and queries, or tokens and results, may be from exact ones by the rotation of their channels to or from ``dtype``."""
+    """Bounds on rounding by the rotation of channels to or from ``dtype``: of stored keys and queries, or of stored values and results."""
 
     rotation: Rotation | None
     head_dim: int
     dtype: torch.dtype
 
     def rest(self, values: torch.Tensor, own: torch.Tensor) -> torch.Tensor | float:
-        """Bound each channel's error, [B, K, T, D]: of a token's own rounding, and for keys of that of the queries that it meets."""
+        """Bound each channel's error, [B, K, T, D]: its own rounding and, for keys, that of queries. 0.0 without a rotation."""
         if self.rotation is None:
             return 0.0
         size = values.abs() + own
@@ -122,7 +122,7 @@ class Turning:
         return 2 * _stored_rounding(size, self.dtype) + rounding(self.rotation.order, self.head_dim) * length
 
     def result(self, size: torch.Tensor) -> torch.Tensor | float:
-        """Bound the error of a result of norm ``size``."""
+        """Bound the error of a result of norm ``size``; 0.0 without a rotation."""
         if self.rotation is None:
             return 0.0
         tiny = OUTPUT_TINY[self.dtype] * math.sqrt(self.head_dim)
@@ -130,14 +130,14 @@ class Turning:
 
 
 def _stored_rounding(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """How far a number may be from one that was rounded to ``dtype`` and became ``x``."""
+    """Bound the distance of ``x`` from a number that became ``x`` by rounding to ``dtype``."""
     return x.abs() * (2 * OUTPUT_UNIT[dtype]) + OUTPUT_TINY[dtype]
 
 
 def _tokens(
     operands: AttendOperands[torch.Tensor], refilled: torch.Tensor | None, error_feedback: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, Errors, Errors]:
-    """Keys and values as attention sees them, float32 [B, K, T, D], and how far both may be from their originals."""
+    """Return keys and values as attention sees them, float32 [B, K, T, D], and the bounds on the errors of both."""
     q, exact_newest, base, K = operands.q, operands.exact_newest, operands.base, operands.keys[0].shape[2]
     key_slot, value_slot = SlotSpec(K, q.shape[3], q.dtype, Role.KEY), SlotSpec(K, operands.value_dim, q.dtype, Role.VALUE)
     k, key_radius = decoded_with_radius(schemes.parse(operands.key_scheme), operands.keys, key_slot)
@@ -164,7 +164,7 @@ def _tokens(
 
 
 def turnings(operands: AttendOperands[torch.Tensor]) -> tuple[Turning, Turning]:
-    """Bound the rounding by a rotation of channels, of keys and of values."""
+    """Return the rounding bounds of the channels' rotation, of keys and of values."""
     q, K = operands.q, operands.keys[0].shape[2]
     slots = SlotSpec(K, q.shape[3], q.dtype, Role.KEY), SlotSpec(K, operands.value_dim, q.dtype, Role.VALUE)
     spelled = operands.key_scheme, operands.value_scheme
@@ -177,11 +177,11 @@ def report_step(
     output: torch.Tensor, operands: AttendOperands[torch.Tensor], refilled: torch.Tensor | None = None,
     error_feedback: torch.Tensor | None = None,
 ) -> tuple[Certificate, torch.Tensor]:
-    """The certificate of what gave ``output`` for these operands of ``attend``, and the largest deviation of a logit; float64 [B, H, S].
+    """Return the certificate of ``output`` for its operands of ``attend``, and the largest deviation of a logit; all float64 [B, H, S].
 
-    ``refilled``: int64 [B], the first of the ``exact_newest`` tokens that is an original. Those before are what their codes stand for, as
-    they were put back by a rollback, and are rounded to their dtype besides. ``error_feedback``: the keys' plane of that name
-    (``Scheme.error_feedback_plane``), float32 [1 or B, K, D, D].
+    ``refilled``: int64 [B], position of the first ``exact_newest`` token in full precision; earlier ones were decoded from their codes by a
+    rollback, and rounded to their dtype; None: all are in full precision. ``error_feedback``: the keys' plane
+    ``Scheme.error_feedback_plane``, float32 [1 or B, K, D, D]; None without.
     """
     q, sinks, scale, softcap = operands.q, operands.sinks, operands.scale, operands.softcap
     B, H, S, D = q.shape

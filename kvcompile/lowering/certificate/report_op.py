@@ -1,12 +1,12 @@
-"""``kvcompile::report_site``: what attention over codes says of its own error, as it stands in a compiled graph behind ``attend``.
+"""``kvcompile::report_site``: the certificate of an ``attend`` over codes, as an operation that follows it in a compiled graph.
 
-Takes what ``attend`` gave and its operands, and adds the step's certificate (``report``) to a telemetry plane: the three
-bounds, and as causes how often one was beyond its budget or no number at all. Nothing falls back, so every step is on the plain rung with
-what is returned for a candidate, and no block is read from originals: those counters stay zero. Of the policy only the budgets count.
+Takes ``attend``'s result and operands, and adds the step's certificate (``report``) to a telemetry plane: the three bounds, and as causes
+the number of certificates above their budget or not finite. Nothing falls back, so every step counts as rung PLAIN with equal candidate and
+returned figures, and reads no block in full precision: those counters stay zero. Only the policy's budgets are used.
 
-It reads all keys and values again at every step. On CUDA it is ordinary tensor code of the graph; elsewhere it is one operation. That code
-takes what it shares with ``attend`` through ``kvcompile::as_stored``: fused with what makes it, a value would not be rounded to its dtype
-as ``attend`` reads it, and what makes it might be compiled otherwise than without a report.
+It reads all keys and values again at every step. On CUDA it is ordinary tensor code of the graph; elsewhere it is one operation. The tensor
+code takes values that it shares with ``attend`` through ``kvcompile::as_stored``: fused with its producer, a value would not be rounded to
+its dtype as ``attend`` reads it, and the producer might be compiled otherwise than without a report.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ LIBRARY.define("as_stored(Tensor x) -> Tensor")
 
 @dataclass(frozen=True)
 class ReportOperands:
-    """Operands of ``report_site``: what ``attend`` gave, and for which operands.
+    """Operands of ``report_site``: ``attend``'s result and operands, the telemetry plane, and the policy as text.
 
-    ``refilled`` [1, B, K, 1, 1]: from which token on the newest ones are originals; those before were put back from codes.
-    ``error_feedback`` [1, 1 or B, K, D, D]: the keys' plane that ``Scheme.error_feedback_plane`` names.
+    ``refilled`` [1, B, K, 1, 1]: position of the first newest token in full precision; earlier ones were restored from codes.
+    ``error_feedback`` [1, 1 or B, K, D, D]: the keys' plane that ``Scheme.error_feedback_plane`` names. Both may be None.
     """
 
     output: torch.Tensor
@@ -51,7 +51,7 @@ class ReportOperands:
 
     @staticmethod
     def of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> ReportOperands:
-        """The record of a call of the operation."""
+        """Return the record for the arguments of a call of ``report_site``."""
         given = named(report_site, args, kwargs)
         return ReportOperands(
             given["output"], attend_operands(given), given["telemetry"], given["certify"], given["refilled"], given["error_feedback"],
@@ -72,7 +72,7 @@ def add_report(operands: ReportOperands) -> None:
 
 
 def report_site_code(*args: Any, **kwargs: Any) -> None:
-    """The body as tensor code of a graph that ``attend`` stands in."""
+    """Run ``report_site`` as tensor code of the graph that contains the ``attend``."""
     operands = ReportOperands.of(args, kwargs)
     attend = operands.attend
     exact_newest = attend.exact_newest and [as_stored(x) for x in attend.exact_newest]
@@ -83,7 +83,7 @@ def report_site_code(*args: Any, **kwargs: Any) -> None:
 
 
 def report_site_traced(output: torch.Tensor, *operands: Any) -> None:
-    """Add a step's report as a compiled graph traces it: tensor code on CUDA, else the operation as it is."""
+    """Add a step's report in a compiled graph: by tensor code on CUDA, otherwise by the operation."""
     (report_site_code if output.device.type == "cuda" else report_site)(output, *operands)
 
 

@@ -1,4 +1,4 @@
-"""Summaries that the host reads of telemetry planes: sums and quantiles over layers, rows, heads and steps, and the last certificates."""
+"""Summaries of telemetry planes on the host: sums and quantiles over layers, rows, heads and steps, and the last certificates."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ QUANTILES = (0.5, 0.95)
 
 @dataclass(frozen=True)
 class Telemetry:
-    """Telemetry of attention with a certificate, over some layers, rows, heads and steps.
+    """Telemetry of certified attention, over some layers, rows, heads and steps.
 
     ``values``: the accumulators by name (``schemes.certificate.telemetry.COLUMNS``). ``histograms``: head-steps by magnitude, by name.
     """
@@ -43,13 +43,13 @@ class Telemetry:
 
     @staticmethod
     def of(planes: Iterable[torch.Tensor]) -> Telemetry:
-        """From telemetry planes; waits for their devices."""
+        """Return the telemetry of all planes together; synchronises with their devices."""
         joined = [added_up([(plane, None)]).cpu() for plane in planes]
         return Telemetry.read(added_up([(plane, None) for plane in joined])[0, 0, 0, 0].tolist() if joined else [0.0] * LAST_AT)
 
     @staticmethod
     def read(numbers: Sequence[float]) -> Telemetry:
-        """From the numbers of one plane's kv head."""
+        """Return the telemetry in one kv head's columns of a plane."""
         starts = ((name_of(each), HISTOGRAMS_AT + place * BINS) for place, each in enumerate(BINNED))
         return Telemetry(
             dict(zip(COLUMNS, numbers, strict=False)), {name: tuple(numbers[start : start + BINS]) for name, start in starts},
@@ -59,20 +59,20 @@ class Telemetry:
         return self.values[name]
 
     def since(self, before: Telemetry) -> Telemetry:
-        """Return what was added after ``before`` was read; largest values stay those of all steps."""
+        """Return the telemetry added since ``before`` was read; ``most_`` values stay those of all steps."""
         values = {name: value if name.startswith("most_") else value - before[name] for name, value in self.values.items()}
         added = {name: tuple(map(operator.sub, counts, before.histograms[name])) for name, counts in self.histograms.items()}
         return Telemetry(values, added)
 
     def mean(self, figure: Figure) -> float:
-        """The mean of a figure over head-steps."""
+        """Return the mean of a figure over head-steps."""
         return self[f"sum_{figure.name.lower()}"] / max(1.0, self["head_steps"])
 
     def quantile(self, name: str, share: float) -> float:
-        """A quantile over head-steps of a bound or counter that has a histogram: the upper end of the bin that it lies in.
+        """Return a quantile over head-steps of a bound or counter with a histogram: the upper end of its bin.
 
-        Bins are a quarter of a factor of two wide, so it is at most a quarter above the exact quantile; counters below 8 are exact.
-        Not a number where there were no head-steps.
+        Bins are a quarter of a factor of two wide, so the result is at most a quarter above the exact quantile; counters below 8 are exact.
+        NaN without head-steps.
         """
         counts = self.histograms[name]
         if not sum(counts):
@@ -84,7 +84,7 @@ class Telemetry:
         return math.ceil(edge(index + 1)) - 1.0
 
     def plain(self) -> dict[str, float]:
-        """The accumulators, and the printed quantiles as ``p50_`` and ``p95_`` where there were head-steps, for JSON."""
+        """Return, for JSON, the accumulators, and quantiles as ``p50_`` and ``p95_`` for histograms with entries."""
         counted = [name for name, counts in self.histograms.items() if sum(counts)]
         return self.values | {f"p{100 * share:.0f}_{name}": self.quantile(name, share) for name in counted for share in QUANTILES}
 
@@ -127,7 +127,7 @@ class HeadTelemetry:
     telemetry: Telemetry
 
     def place(self) -> tuple[list[str], int, int]:
-        """Order by module path, layers by number, then by row and head."""
+        """Return a sort key: module path with layers by number, then row and head."""
         return ordered(self.path), self.row, self.head
 
 
@@ -135,9 +135,9 @@ class HeadTelemetry:
 class HeadCertificate:
     """The certificate of one query head's newest query in the last step of a live cache.
 
-    ``path``: the module path of the attention; ``row``: of the batch; ``head``: the query head. What was returned is within
-    ``bound`` of attention over the originals, in the Euclidean norm; where the rung is HEAD or LAYER it is dense, and only
-    ``arithmetic`` is left. ``candidate_``: before the fallback. ``step``: how many steps this cache's telemetry counts.
+    ``path``: the module path of the attention; ``row``: of the batch; ``head``: the query head. The returned output is within ``bound`` of
+    attention over full-precision tokens, in the Euclidean norm; on the rungs HEAD and LAYER it is computed from them, so only
+    ``arithmetic`` remains. ``candidate_``: before the fallback. ``step``: number of steps in this cache's telemetry.
     """
 
     path: str
@@ -162,21 +162,21 @@ class HeadCertificate:
 
     @property
     def bound(self) -> float:
-        """The distance to the exact result at most."""
+        """Bound on the distance to the exact result."""
         return self.key + self.value + self.arithmetic
 
     def place(self) -> tuple[list[str], int, int]:
-        """Order by module path, layers by number, then by row and head."""
+        """Return a sort key: module path with layers by number, then row and head."""
         return ordered(self.path), self.row, self.head
 
 
 def ordered(path: str) -> list[str]:
-    """A module path's parts, numbers by their size."""
+    """Return a module path's parts as a sort key, with numbers ordered by size."""
     return [part.zfill(6) for part in path.split(".")]
 
 
 def of_heads(path: str, plane: torch.Tensor, before: torch.Tensor | None) -> list[HeadTelemetry]:
-    """The telemetry of every row and kv head of one plane; waits for its device."""
+    """Return the telemetry of every row and kv head of one plane, less the counts ``before`` (None: zero); synchronises with its device."""
     with torch.no_grad():
         rows = own_rows(plane, before)[..., :LAST_AT].cpu().tolist()
     return [
@@ -185,7 +185,7 @@ def of_heads(path: str, plane: torch.Tensor, before: torch.Tensor | None) -> lis
 
 
 def certificates_of(path: str, plane: torch.Tensor, before: torch.Tensor | None) -> list[HeadCertificate]:
-    """The certificates of the last step of every row and query head of one plane, of LAST_HEADS a kv head; waits for its device."""
+    """Return the last step's certificates of every row and query head of one plane, LAST_HEADS a kv head at most; synchronises."""
     with torch.no_grad():
         steps, last = own_rows(plane, before)[..., 0].cpu().tolist(), plane[0, :, :, 0, LAST_AT:].cpu().tolist()
     found = []
@@ -204,7 +204,7 @@ def certificates_of(path: str, plane: torch.Tensor, before: torch.Tensor | None)
 
 
 def quantiles(heads: Sequence[HeadTelemetry], figure: Figure, shares: Sequence[float] = (0.5, 0.95, 1.0)) -> tuple[float, ...]:
-    """The figure's mean over the steps of each head that stepped, and of these means the quantiles; NaN where no head did."""
+    """Return quantiles over heads of the figure's mean over a head's steps; heads without steps are left out, NaN if none has steps."""
     means = [item.telemetry.mean(figure) for item in heads if item.telemetry["head_steps"]]
     if not means:
         return (float("nan"),) * len(shares)

@@ -1,6 +1,6 @@
-"""Telemetry of attention with a certificate: what a step says of itself, added to a plane that the host reads on request.
+"""Telemetry of certified attention: each step's figures and counters are added to a plane that the host reads on request.
 
-``schemes.certificate.telemetry`` says what a plane holds. The step number is also the clock that exploration draws by.
+``schemes.certificate.telemetry`` describes the plane's columns. Its step number also seeds exploration's random draws.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from kvcompile.schemes.certificate.telemetry import (
 )
 
 WIDEST = KINDS.index(JoinRule.MOST), KINDS.index(JoinRule.MOST) + KINDS.count(JoinRule.MOST)
-"""The columns of which the largest stays lie side by side, from the first one up to the second."""
+"""Range of columns, first and end, that keep the maximum."""
 
 
 def side_by_side(columns: Sequence[torch.Tensor]) -> torch.Tensor:
-    """``torch.stack(columns, -1)`` as one choice by column, of which Inductor makes one kernel: of a stack it makes one a column."""
+    """Return ``torch.stack(columns, -1)`` as selects by column, which Inductor makes one kernel; of a stack it makes one a column."""
     found, place = columns[-1].unsqueeze(-1), torch.arange(len(columns), device=columns[0].device)
     for index, column in enumerate(columns[:-1]):
         found = torch.where(place == index, column.unsqueeze(-1), found)
@@ -43,7 +43,7 @@ def side_by_side(columns: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def in_a_row(parts: Sequence[torch.Tensor], width: int) -> torch.Tensor:
-    """``torch.cat(parts, -1)`` filled up with zeros to ``width``, as one sum, for the same reason; infinity stays."""
+    """Return ``torch.cat(parts, -1)`` padded with zeros to ``width``, as one sum, for the reason of ``side_by_side``; infinities stay."""
     found, first = torch.zeros((), dtype=parts[0].dtype, device=parts[0].device), 0
     for part in parts:
         found = found + torch.nn.functional.pad(part, (first, width - first - part.shape[-1]))
@@ -54,7 +54,7 @@ def in_a_row(parts: Sequence[torch.Tensor], width: int) -> torch.Tensor:
 def figures_of(
     candidate: Certificate, falls: torch.Tensor, dense: torch.Tensor, delta: torch.Tensor, tail: torch.Tensor
 ) -> torch.Tensor:
-    """The columns of ``Figure``, of the candidates and of what is returned: a head that ``falls`` back has the arithmetic of ``dense``."""
+    """Return the columns of ``Figure``, of candidates and results; a head that ``falls`` back has only the arithmetic bound ``dense``."""
     key, value, arithmetic = (up32(x) for x in candidate)
     columns = {
         Figure.CANDIDATE_KEY: key, Figure.CANDIDATE_VALUE: value, Figure.CANDIDATE_ARITHMETIC: arithmetic,
@@ -65,7 +65,7 @@ def figures_of(
 
 
 class Counted(NamedTuple):
-    """Blocks of codes that a row sees, and how many of them were promoted, keys and values, and explored; [B, K, Q]."""
+    """Numbers of encoded blocks that a query sees, and of those with promoted keys, promoted values, and explored; [B, K, Q]."""
 
     blocks: torch.Tensor
     keys: torch.Tensor
@@ -74,7 +74,7 @@ class Counted(NamedTuple):
 
 
 def counts_of(counted: Counted, widened: torch.Tensor, falls: torch.Tensor, causes: torch.Tensor) -> torch.Tensor:
-    """The columns of ``Count``."""
+    """Return the columns of ``Count``, int32; ``falls``: heads that fall back; ``causes``: ``Cause`` bits."""
     rung = torch.where(widened, int(Rung.WIDENED), int(Rung.PLAIN))
     rung = torch.where(counted.values > 0, int(Rung.VALUES), rung)
     rung = torch.where(falls, int(Rung.HEAD), rung)
@@ -87,14 +87,14 @@ def counts_of(counted: Counted, widened: torch.Tensor, falls: torch.Tensor, caus
 
 
 def accumulate(telemetry: torch.Tensor, figures: torch.Tensor, counts: torch.Tensor) -> None:
-    """Add one step's figures and counters [B, H, S, ...] to the plane, in place. A figure that is no number counts as infinite.
+    """Add one step's figures and counters [B, H, S, ...] to the plane, in place; a NaN figure counts as infinite.
 
-    What became of the scratch, and bytes over the bus, are the kernels' to count.
+    Kernels count scratch hits and bytes over the bus themselves.
     """
     held, K = telemetry[0, :, :, 0], telemetry.shape[2]
     by_head, counted = figures.nan_to_num(torch.inf, torch.inf).unflatten(1, (K, -1)), counts.unflatten(1, (K, -1))
     new = _sums(by_head.flatten(2, 3), counted.flatten(2, 3))
-    # Not a tensor made from a list: that is a copy from the host, which no CUDA graph can hold.
+    # No tensor from a list: that is a copy from the host, which a CUDA graph cannot contain.
     column = torch.arange(len(COLUMNS), device=held.device)
     most, sums = (column >= WIDEST[0]) & (column < WIDEST[1]), held[..., :HISTOGRAMS_AT]
     sums.copy_(torch.where(most, torch.maximum(sums, new), sums + new))
@@ -104,10 +104,10 @@ def accumulate(telemetry: torch.Tensor, figures: torch.Tensor, counts: torch.Ten
 
 
 def _sums(figures: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """The columns of a step [B, K, columns], from figures and counters [B, K, rows, ...]."""
+    """Return the columns of a step [B, K, columns], from figures and counters [B, K, rows, ...]."""
     by_row = figures.to(torch.float64)
     rung, causes = counts[..., Count.RUNG], counts[..., Count.CAUSES]
-    # All columns of a kind at once: a column at a time each would be a kernel of its own.
+    # All columns of a kind at once: one at a time, each would be a kernel.
     rungs = rung.unsqueeze(-1) == torch.arange(len(Rung), device=rung.device)
     bits = (causes.unsqueeze(-1) >> torch.arange(len(Cause), device=causes.device)) & 1
     kinds = [counts[..., : len(COUNTED)], rungs.to(counts.dtype), bits.to(counts.dtype)]
@@ -117,7 +117,7 @@ def _sums(figures: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 
 
 def _bins(figures: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Index of the bin that each row [B, K, rows, ...] counts in, int64 [B, K, rows, BINNED]."""
+    """Return the histogram index that each row [B, K, rows, ...] counts in, int64 [B, K, rows, BINNED]."""
     columns = [
         (figures[..., each] if isinstance(each, Figure) else counts[..., each]).to(torch.float32) + torch.zeros_like(figures[..., 0])
         for each in BINNED
@@ -128,7 +128,7 @@ def _bins(figures: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 
 
 def _last(figures: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """The last step [B, K, 1 + LAST_HEADS * LAST_WIDTH] from figures and counters [B, K, G, ...] of its newest query."""
+    """Return the last-step columns [B, K, 1 + LAST_HEADS * LAST_WIDTH] from figures and counters [B, K, G, ...] of its newest query."""
     kept = min(figures.shape[2], LAST_HEADS)
     rows = in_a_row([figures[:, :, :kept].to(torch.float64), counts[:, :, :kept].to(torch.float64)], LAST_WIDTH)
     heads = torch.full_like(rows[:, :, :1, 0], figures.shape[2])
@@ -136,13 +136,13 @@ def _last(figures: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 
 
 def _kinds(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which numbers of a plane are the largest of their kind, and which are the last step's."""
+    """Return masks over telemetry columns: those reduced by max, and those that every step overwrites."""
     column = torch.arange(TELEMETRY, device=device)
     return (column >= WIDEST[0]) & (column < WIDEST[1]), column >= LAST_AT
 
 
 def own_rows(plane: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
-    """A plane as [B, K, numbers] less what it held ``before`` it was its own; what is largest, and the last step, stay."""
+    """Return a plane as [B, K, numbers], net of the counts ``before`` that a copied cache inherited; maxima and the last step stay."""
     if before is None:
         return plane[0, :, :, 0]
     most, last = _kinds(plane.device)
@@ -150,10 +150,10 @@ def own_rows(plane: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
 
 
 def added_up(planes: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> torch.Tensor:
-    """One plane of one kv head of several on one device, each less what it held ``before`` it was its own; waits for nothing."""
+    """Sum telemetry planes of one device into one [1, 1, 1, 1, columns], net of counts inherited from copied caches; no synchronisation."""
     with torch.no_grad():
         most, last = _kinds(planes[0][0].device)
         joined = torch.cat([own_rows(plane, before).flatten(0, 1) for plane, before in planes])
-        # What is infinite in a last step must not become no number.
+        # An infinite number in a last step must not become NaN.
         summed = torch.where(most, joined.amax(0), torch.where(last, 0, joined).sum(0))
         return summed[None, None, None, None]

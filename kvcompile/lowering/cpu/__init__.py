@@ -1,1 +1,1 @@
-"""Attention on a CPU: the C++ template."""
+"""Attention on a CPU: an Inductor C++ template."""

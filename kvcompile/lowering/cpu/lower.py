@@ -1,7 +1,7 @@
 """CPU lowering of ``kvcompile::attend``: an out-of-tree Inductor C++ template.
 
-The kernel stands in Inductor's output module beside its own kernels: planes and masks are read in place by
-their strides, sizes that move from step to step (batch, queries, pages) stay symbols, head counts and widths
+The kernel is part of Inductor's output module, with Inductor's own kernels: planes and masks are read in place by
+their strides, sizes that change between steps (batch, queries, pages) stay symbols, head counts and widths
 are constants. There is one configuration, so nothing is autotuned. Pointwise users are not fused into it
 (``no_fuse_buffer_names``): they are as small as the result, and the template would have to end in their code.
 """
@@ -36,14 +36,14 @@ MIN_SPLIT = 256
 
 @dataclass(frozen=True)
 class EncodedSlot:
-    """One encoded slot: its realized planes, how to read them."""
+    """One encoded slot: its realized planes, format, and scheme text."""
 
     planes: tuple[ir.IRNode, ...]
     fmt: KernelFormat
     spelled: str
 
     def source(self, name: str) -> str:
-        """The C++ struct."""
+        """Return the C++ struct ``name`` of the slot."""
         scale = self.planes[1].get_dtype() if self.fmt.scaled else None
         words = static(self.planes[0].get_size()[-1])
         step = self.planes[0].get_stride()[-2]
@@ -69,13 +69,13 @@ class Operands:
     log_sums: bool
 
     def nodes(self) -> list[ir.IRNode]:
-        """Every tensor the kernel reads."""
+        """Return every tensor that the kernel reads."""
         given = (self.q, *self.keys.planes, *self.values.planes, self.hi, self.lo, self.keep, self.bias, self.sinks)
         return [node for node in given if node is not None]
 
 
 def lower_attend_cpu(given: AttendOperands[ir.TensorBox]) -> ir.TensorBox | None:
-    """One template buffer, contiguous, of the shape and dtype of ``attend``; None where tables or static scales are no float32."""
+    """Return the template buffer with ``attend``'s result, contiguous; None if tables or static scales are not float32."""
     batch, heads, queries, head_dim = given.q.get_size()
     kv_heads, width_v = static(given.keys[0].get_size()[2]), static(given.value_dim)
     operands = Operands(
@@ -106,7 +106,7 @@ def _side(planes: Sequence[ir.TensorBox], spelled: str, head_dim: int, role: Rol
 
 
 class AttendTemplate(CppTemplate):
-    """Renders the kernel; the buffer is built without ``generate``, whose only further use is autotuning."""
+    """The C++ template of one ``attend``; its buffer is built without ``generate``, which is needed only for autotuning."""
 
     def __init__(self, operands: Operands, layout: ir.Layout, kv_heads: int, group: int) -> None:
         super().__init__("kvcompile_attend", operands.nodes(), layout, parallel_num_threads())
@@ -115,7 +115,7 @@ class AttendTemplate(CppTemplate):
         self.group = group
 
     def buffer(self) -> ir.TensorBox:
-        """The node that stands in Inductor's graph."""
+        """Return the node for Inductor's graph."""
         buffer = ir.CppTemplateBuffer(
             layout=self.layout, inputs=self.input_nodes, make_kernel_render=self.make_kernel_render, template=self,  # type: ignore[arg-type]
             choice=None,
@@ -127,17 +127,17 @@ class AttendTemplate(CppTemplate):
         self, template_node: ir.CppTemplateBuffer, flag_template_buffer_has_other_users: bool,
         epilogue_nodes: list[ir.IRNode] | None = None,
     ) -> tuple[CppTemplateKernel, Callable[[], str]]:
-        """Return the kernel's source, when Inductor's scheduler asks for it."""
+        """Return the kernel, and a function that renders its source when Inductor's scheduler asks for it."""
         del flag_template_buffer_has_other_users
         assert not epilogue_nodes, "kept away by no_fuse_buffer_names"
         kernel = CppTemplateKernel(kernel_name=str(Placeholder.KERNEL_NAME), num_threads=self.num_threads)
         return kernel, functools.partial(kernel.render, self, output=template_node)
 
     def render(self, kernel: CppTemplateKernel, output: ir.Buffer, **kwargs: Any) -> str:  # type: ignore[override]
-        """The C++ module."""
+        """Return the C++ module."""
         del kwargs
         ops = self.operands
-        # One buffer may be several operands (halves of a combined cache): one argument a buffer.
+        # One buffer may be several operands (keys and values of a combined cache): one argument for each buffer.
         arguments: dict[str, Any] = {}
         for node in self.input_nodes:
             arguments.setdefault(node.get_name(), node)
@@ -161,7 +161,7 @@ class AttendTemplate(CppTemplate):
 
 
 class _Fields:
-    """C++ texts of the fields of ``Problem``, from sizes, strides and offsets that may be symbols."""
+    """C++ text of each field of ``Problem``, from sizes, strides and offsets that may be symbols."""
 
     def __init__(self, kernel: CppTemplateKernel, ops: Operands, output: ir.Buffer) -> None:
         self.kernel = kernel
@@ -194,7 +194,7 @@ class _Fields:
         return f"{self.kernel.args.input(node.get_name())} + {self.text(node.get_layout().offset)}"
 
     def add(self, name: str, node: ir.IRNode | None, axes: tuple[str, ...], tokens: bool = False) -> None:
-        """Pointer and strides; an axis of size 1 is broadcast (never the tokens)."""
+        """Add pointer and strides; an axis of size 1 gets stride 0 (never the token or width axis)."""
         if node is None:
             return
         self.texts[name] = self.pointer(node)
@@ -210,7 +210,7 @@ class _Fields:
 
 
 def _ctype(node: ir.IRNode | None) -> str:
-    """The C++ element type; a stand-in where there is no operand."""
+    """Return the C++ element type of an operand; float if there is none."""
     if node is None:
         return "float"
     return "bool" if node.get_dtype() == torch.bool else CPP_TYPES[node.get_dtype()]

@@ -1,9 +1,9 @@
 """C++ text of ``kvcompile::attend`` for many bfloat16 rows (prefill): both products as bfloat16 matrix products.
 
-Used where q is bfloat16, every value that the codes unpack to is a bfloat16 anyway (dense bfloat16, integers
-of at most 8 bits, e4m3, with token scales kept apart) and the machine multiplies bfloat16 matrices: then
+Used if q is bfloat16, every value that the codes unpack to is exactly a bfloat16 (dense bfloat16, integers
+of at most 8 bits, e4m3, token scales applied separately) and the machine multiplies bfloat16 matrices: then
 q . k loses nothing, and only the weights are rounded, as SDPA rounds them. The products are ATen's brgemm,
-which wants its second operand in pairs of rows (VNNI): tiles are packed while they are decoded.
+whose second operand has pairs of rows (VNNI): tiles are packed while they are decoded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvcompile.types import KernelFormat
 
 
 def unpacks_to_bfloat16(fmt: KernelFormat) -> bool:
-    """Whether every unscaled value is exactly a bfloat16; words of more than a byte, tables and zero points are not tried."""
+    """Return whether every unscaled value is exactly a bfloat16; False for words of more than a byte, tables and zero points."""
     if fmt.levels or fmt.zeros:
         return False
     if not fmt.scaled and not fmt.static:

@@ -1,11 +1,11 @@
 """C++ text: float vectors of the machine's width, and a scheme's ``unpack`` printed on vectors of words.
 
 Inductor compiles with -fno-tree-loop-vectorize and -ffp-contract=off, so a scalar loop over the codes
-would stay scalar and a * b + c would stay two instructions. The kernel therefore spells its vectors with
-the compilers' vector extension (GCC and Clang): N lanes, N = at::vec's, whatever the instruction set.
-The scheme's expression comes from the same trace of ``unpack`` as the scalar one of ``expressions``.
+would stay scalar and a * b + c would stay two instructions. The kernel therefore writes its vectors with
+the compilers' vector extension (GCC and Clang): N lanes, N = at::vec's, for any instruction set.
+The scheme's expression comes from the trace of ``unpack`` that ``expressions`` prints for scalars.
 
-``vf`` N floats; ``lanes<T>`` N numbers of type T; ``Side`` one encoded slot: how many words, which groups.
+``vf`` N floats; ``lanes<T>`` N numbers of type T; ``Side`` one encoded slot: its numbers of words, groups and parts.
 Words that are float16 or bfloat16 are loaded as floats, which is exact.
 """
 
@@ -18,35 +18,35 @@ from kvcompile.types import KernelFormat
 
 
 class CppVectors(_Cpp):
-    """How casts and literals are spelled on vectors: no promotion to int, so nothing to narrow."""
+    """Casts and literals on vectors in C++ syntax: no promotion to int, so no narrowing."""
 
     def cast(self, text: str, source: torch.dtype, to: torch.dtype) -> str:
-        """A value of another dtype, lane by lane."""
+        """Return the text of a conversion to another dtype, lane by lane."""
         return text if source == to else f"lanes_cast<{_lane(to)}>({text})"
 
     def bitcast(self, text: str, source: torch.dtype, to: torch.dtype) -> str:
-        """Print a cast of bits to another dtype."""
+        """Return the text of a reinterpretation of bits as another dtype."""
         return f"lanes_bits<{_lane(to)}>({text})"
 
     def narrow(self, text: str, to: torch.dtype) -> str:
-        """Nothing: lanes keep their width."""
+        """Return ``text`` unchanged: lanes keep their width."""
         return text
 
     def e4m3(self, text: str) -> str:
-        """Bytes as e4m3 floats."""
+        """Return the text that converts bytes to e4m3 floats."""
         return f"lanes_e4m3({text})"
 
 
 def _lane(dtype: torch.dtype) -> str:
-    """The lane type of a dtype: 16-bit floats live in float lanes."""
+    """Return the lane type of a dtype: float for all floating dtypes, since 16-bit floats are widened when loaded."""
     return "float" if dtype.is_floating_point else CPP_TYPES[dtype]
 
 
 def side_source(name: str, fmt: KernelFormat, words: int, row_step: int, scale_dtype: torch.dtype | None, exact_bfloat16: bool) -> str:
-    """The C++ struct of one encoded slot: ``words`` stored per token, ``row_step`` apart (0: known at run time).
+    """Return the C++ struct of one encoded slot: ``words`` stored per token, ``row_step`` apart (0: known at run time).
 
-    A scale of a whole token, or of a whole head, is kept out of elements where nothing is added to them; tables are looked up in floats,
-    ``levels`` a group.
+    A scale of a whole token without zero points, or of a whole head, is not applied to elements; tables are looked up in floats, ``levels``
+    for each group.
     """
     branches = " else ".join(
         f"if constexpr (P == {part}) return {_expression(fmt, part, 'word', CppVectors())};" for part in range(fmt.parts)
