@@ -1,4 +1,4 @@
-"""One Gluon decode kernel as data: what a site fixes, how its work is cut, and the cuts that were measured."""
+"""One Gluon decode kernel as data: constants of a site, tile sizes, splits, and the merge."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class TileConfig:
-    """How work is cut: ``warps`` of a program, each with ``tokens`` of a tile; ``stages`` of its ring; ``programs`` a multiprocessor."""
+    """Tile sizes: ``warps`` a program, ``tokens`` a warp; ``stages`` of the shared-memory ring; ``programs`` a multiprocessor."""
 
     warps: int
     tokens: int
@@ -16,15 +16,15 @@ class TileConfig:
 
     @property
     def tile(self) -> int:
-        """Tokens of a tile."""
+        """Tokens in a tile."""
         return self.warps * self.tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class Merge:
-    """How splits are merged: ``warps`` of a program, the ``channels`` that it merges, of ``slots`` at a time.
+    """Sizes of the merge of splits: ``warps`` of a program, the ``channels`` that it merges, the ``slots`` that it merges at a time.
 
-    ``overlap``: its programs begin while the last splits still run, and wait for them (CUDA capability 9.0 and later).
+    ``overlap``: its programs start while the last splits still run, and wait for them (CUDA capability 9.0 and later).
     """
 
     warps: int
@@ -35,10 +35,10 @@ class Merge:
 
 @dataclasses.dataclass(frozen=True)
 class GluonConfig:
-    """The kernel's constants, its ``C``.
+    """The kernel's compile-time constants, its ``C``.
 
-    ``rows``: columns of a product that are different query heads, 4 or 8, of which ``kept`` are written. ``lo``, ``keep``, ``sinks``,
-    ``exact_newest``: which optional operands are there. ``ragged``: rows of the batch may differ in length. ``overlap``: see ``Merge``.
+    ``rows``: product columns with different query heads, 4 or 8, ``kept`` of which are written. ``lo``, ``keep``, ``sinks``,
+    ``exact_newest``: whether this optional operand is given. ``ragged``: batch rows may differ in length. ``overlap``: see ``Merge``.
     """
 
     dim: int
@@ -59,38 +59,38 @@ class GluonConfig:
 
 
 TOKENS_A_SPLIT = 256
-"""Fewer tokens a split do not pay for its part of the merge."""
+"""Fewest tokens of a split: shorter ones cost more in the merge than they gain."""
 
 FEWEST_SPLITS = 16
-"""Splits of short caches all the same: 1,024 tokens in 16 took 6.6 us, in 8 7.8."""
+"""Splits of short caches, whatever TOKENS_A_SPLIT: 1,024 tokens took 6.6 us in 16 splits, 7.8 us in 8."""
 
 NUMBERS = 64
-"""Partial sums that a thread of the merge holds at once."""
+"""Partial sums that a thread of the merge holds in registers."""
 
 RAGGED = 8
-"""How many times as long as the average a row may be and still be cut into pieces of the length that every other row's have."""
+"""A row up to this many times as long as the average is cut into splits of average length; a longer row's splits are longer."""
 
 MOST_SPLITS = 256
-"""Splits of a row, whatever the device."""
+"""Most splits of a row on any device."""
 
 
 def splits_for(cut: TileConfig, pairs: int, multiprocessors: int, capacity: int) -> int:
-    """Into how many programs the tokens of one batch row and kv head are cut; ``pairs``: how many of these there are."""
+    """Return the number of splits for one batch row and kv head; ``pairs``: number of (batch row, kv head); ``capacity``: tokens."""
     wanted = multiprocessors * cut.programs // pairs
     enough = max(-(-capacity // TOKENS_A_SPLIT), FEWEST_SPLITS)
     return max(1, min(wanted, enough, -(-capacity // cut.tile), MOST_SPLITS))
 
 
 def ragged_splits(splits: int, batch: int) -> int:
-    """Splits of a batch whose rows may differ in length; a row of average length takes ``splits`` of them."""
+    """Return the most splits of a row in a batch of rows with different lengths, if a row of average length takes ``splits``."""
     return min(splits * min(batch, RAGGED), max(splits, MOST_SPLITS))
 
 
 def merge_for(cut: TileConfig, config: GluonConfig, pairs: int, multiprocessors: int, most: int) -> Merge:
-    """How the slots of each pair of a batch row and kv head are merged; ``most``: what its splits can be, whatever the capacity.
+    """Return the sizes of the merge; ``pairs``: number of (batch row, kv head); ``most``: most splits at any capacity.
 
-    Few pairs are merged by many programs of few channels, each of which has all slots in flight at once. Nothing here depends on the
-    capacity, so a store that grows compiles nothing anew.
+    For few pairs, many programs merge few channels each, with all slots in flight at once. Nothing here depends on the capacity, so a
+    store that grows compiles nothing again.
     """
     channels = next((each for each in (32, 16) if pairs * config.dim // each >= multiprocessors // 2), 8)
     warps = 8 if channels == 8 else 4

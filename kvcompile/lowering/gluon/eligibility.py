@@ -13,25 +13,25 @@ import torch
 from kvcompile.settings import Gluon
 
 MEASURED_ON = (9, 0)
-"""The CUDA capability of the devices that it was measured on."""
+"""CUDA capability on which the kernel was measured."""
 
 LEAST_CAPABILITY = (8, 0)
-"""The first capability with its instructions."""
+"""First CUDA capability with the kernel's instructions."""
 
 MOST_HEADS = 8
-"""Query heads of a kv head: columns of one product."""
+"""Most query heads of a kv head: columns of one product."""
 
 
 @dataclass(frozen=True)
 class GluonSettings:
-    """Settings of a compilation: of the kernel, and whether steps are replayed as CUDA graphs."""
+    """Settings of a compilation: whether to use the Gluon kernel, and whether steps are replayed as CUDA graphs."""
 
     setting: Gluon = Gluon.MEASURED
     replayed: bool = False
 
     @property
     def open(self) -> bool:
-        """True where the kernel is asked at all: its launch by Python costs more than it gains unless a step waits for the device."""
+        """Whether the kernel is considered: without CUDA graphs, its launch from Python costs more than it gains."""
         return self.setting is Gluon.ALWAYS or (self.setting is Gluon.MEASURED and self.replayed)
 
 
@@ -40,7 +40,7 @@ _chosen: ContextVar[GluonSettings] = ContextVar("kvcompile_gluon")
 
 @contextlib.contextmanager
 def choosing(choice: GluonSettings) -> Iterator[None]:
-    """Let lowerings and descriptions within go by ``choice``."""
+    """Make lowerings and descriptions in the context use ``choice``."""
     token = _chosen.set(choice)
     try:
         yield
@@ -50,7 +50,10 @@ def choosing(choice: GluonSettings) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class SingleTokenFacts:
-    """Attention of one new token: query heads of a kv head, softcap, the device's capability, and whether it must be a measured one."""
+    """Facts of an attention of one new token: query heads per kv head, softcap, the device's capability, None without a device.
+
+    ``measured``: whether the device must be one on which the kernel was measured.
+    """
 
     group: int
     softcap: float
@@ -58,7 +61,7 @@ class SingleTokenFacts:
     measured: bool
 
     def gap(self) -> str | None:
-        """Why the kernel does not know it, None where it does."""
+        """Return why the kernel does not support it, None if it does."""
         if not available():
             return "this Triton has none"
         if self.capability is None or self.capability < LEAST_CAPABILITY or (self.measured and self.capability != MEASURED_ON):
@@ -70,7 +73,7 @@ class SingleTokenFacts:
 
 
 def single_token_facts(group: int, softcap: float) -> SingleTokenFacts | None:
-    """Describe an attention of one new token to the kernel, None where the compilation at hand does not ask it."""
+    """Return the facts of an attention of one new token, None if this compilation does not consider the kernel."""
     choice = _chosen.get(GluonSettings())
     if not choice.open or torch.version.hip is not None:
         return None
@@ -79,7 +82,7 @@ def single_token_facts(group: int, softcap: float) -> SingleTokenFacts | None:
 
 
 def available() -> bool:
-    """Look for Gluon in the Triton at hand."""
+    """Return whether this Triton has Gluon."""
     try:
         return importlib.util.find_spec("triton.experimental.gluon") is not None
     except ImportError:

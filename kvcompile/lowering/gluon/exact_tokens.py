@@ -1,4 +1,4 @@
-"""The program of a split that attends to the newest tokens, which are not encoded. Device functions of Gluon."""
+"""The split that attends to the newest tokens, in full precision. Device functions of Gluon."""
 
 # mypy: disable-error-code="no-untyped-def,assignment"
 # ruff: noqa: E741, N803, N806, RET505, RUF005, SIM102 - kernels: operands are capitals, tuples grow by sums, compile-time branches.
@@ -16,7 +16,7 @@ def attend_exact(
     Q, KEEP, K, V, SUMS, TOPS, slot, batch_row, head, q_head, rows, k_batch, k_head, k_row, v_batch, v_head, v_row, keep_batch,
     keep_tokens, scale, start, stop, base, KEY: gl.constexpr, C: gl.constexpr,
 ):
-    """The program of the newest tokens, row j of K and V at ``base`` + j, which are not encoded: 16 tokens a warp and step."""
+    """Attend to the newest tokens, row j of K and V at position ``base`` + j, 16 tokens a warp and step; each warp writes one slot."""
     PIECES: gl.constexpr = KEY.dim // 64
     WORDS: gl.constexpr = C.dim // 16
     results: gl.constexpr = products(C.warps)

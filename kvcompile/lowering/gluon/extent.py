@@ -1,6 +1,6 @@
-"""Tokens that a batch row attends to, and their division into splits. Device functions of Gluon.
+"""Range of tokens that a batch row attends to, and its division into splits. Device functions of Gluon.
 
-Only the device knows positions, so programs find out for themselves what there is to do, and those with nothing end at once.
+Only the device knows positions, so each program computes its own share of the tokens, and a program without tokens returns at once.
 """
 
 # mypy: disable-error-code="no-untyped-def,assignment"
@@ -14,15 +14,15 @@ from kvcompile.lowering.ops import kept_tokens
 RUN = gl.constexpr(kept_tokens.RUN)
 
 NOWHERE = gl.constexpr(1073741824)
-"""Behind every token."""
+"""A position behind every token."""
 
 LOWEST_BASE = gl.constexpr(-1073741824)
-"""Positions fit 32 bits; a base far below zero is as good as one just below it."""
+"""Lower limit of ``base``, so that positions fit 32 bits; any negative base has the same effect."""
 
 
 @gluon.jit
 def visible(HI, LO, batch_row, hi_batch, lo_batch, capacity, C: gl.constexpr):
-    """The first token that a batch row attends to, and the one behind the last."""
+    """Return the first token that a batch row attends to, and the end of the range."""
     stop = gl.minimum(gl.load(HI + batch_row * hi_batch), capacity - 1).to(gl.int32) + 1
     if C.lo:
         return gl.minimum(gl.maximum(gl.load(LO + batch_row * lo_batch), 0), capacity).to(gl.int32), stop
@@ -32,7 +32,7 @@ def visible(HI, LO, batch_row, hi_batch, lo_batch, capacity, C: gl.constexpr):
 
 @gluon.jit
 def tiles_of_batch(HI, LO, BASE, batch, hi_batch, lo_batch, base_batch, capacity, WARPS: gl.constexpr, C: gl.constexpr):
-    """Count the tiles of encoded tokens of all rows of the batch; WARPS: those of the program that asks."""
+    """Return the number of tiles of encoded tokens in all rows of the batch; WARPS: those of the calling program."""
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     count = 0
     for begin in range(0, batch, 32 * WARPS):
@@ -51,10 +51,10 @@ def tiles_of_batch(HI, LO, BASE, batch, hi_batch, lo_batch, base_batch, capacity
 
 @gluon.jit
 def kept_extent(KEPT, first, stop, WARPS: gl.constexpr):
-    """The first token of the first run of ``first`` to ``stop`` - 1 that keeps one, and the one behind the last whole run that hides one.
+    """Return the first kept token's run in ``first`` to ``stop`` - 1, and the end of the last whole run with a hidden token.
 
-    KEPT: a row's counts (``ops.kept_tokens``). Beyond ``stop`` where no run keeps one, 0 where none hides one. A run that ``stop`` cuts is
-    masked anyway.
+    KEPT: a row's counts (``ops.kept_tokens``). Returns NOWHERE if no run keeps a token, 0 if none hides one. A run that is cut at ``stop``
+    does not count as hiding, since its tile is masked anyway.
     """
     SIZE: gl.constexpr = 128 * WARPS
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
@@ -74,10 +74,10 @@ def extent(
     HI, LO, BASE, batch_row, start, stop, batch, hi_batch, lo_batch, base_batch, capacity, splits, shares, WARPS: gl.constexpr,
     C: gl.constexpr,
 ):
-    """The encoded tokens of a batch row: the first, where they stop, where newest tokens begin, how many tiles, and in how many splits.
+    """Return a batch row's encoded tokens: first, end, position of the first newest token, number of tiles, and number of splits in use.
 
-    Where rows may differ in length (``ragged``) a split gets what a row of average length gives each of ``shares`` splits, unless this
-    row has too few splits for that.
+    If rows may differ in length (``ragged``), a split takes as many tiles as a row of average length gives to each of ``shares`` splits,
+    or more if this row would need more than ``splits``.
     """
     first = start // C.tokens * C.tokens
     base = stop
@@ -90,6 +90,6 @@ def extent(
         share = gl.cdiv(tiles_of_batch(HI, LO, BASE, batch, hi_batch, lo_batch, base_batch, capacity, WARPS, C), shares * batch)
         active = gl.minimum(active, gl.cdiv(tiles, gl.maximum(share, 1)))
     if not C.exact_newest:
-        # Somebody has to write that there is nothing.
+        # At least one split must write its slots, even without tokens.
         active = gl.maximum(active, 1)
     return first, until, base, tiles, active

@@ -1,12 +1,12 @@
 """The decode kernel over codes, one new token a batch row, in Gluon: the program of one split of one batch row and kv head.
 
-    columns   query heads of one kv head, on the narrow side of products (8); of at most four every one stands there twice
-    tile      WARPS * TOKENS tokens; every warp has TOKENS of its own, softmax and sums of its own, and nothing passes between warps
-    ring      STAGES slots of shared memory that words and scales are copied into before they are needed
-    split     program_id(0): its share of the tokens (``extent``). With RECENT the last one attends to the newest tokens (``exact_newest``)
-    m         what is subtracted from scores in the exponent. Not the maximum: it is raised by octaves, when a probability times a scale
-              might not fit float16, which after a few tiles happens hardly ever; results do not depend on it but for rounding
-    output    partial sums, a slot a warp, for ``merge``
+    columns   query heads of one kv head, on the narrow side of products (8); with at most four heads, each is duplicated
+    tile      WARPS * TOKENS tokens; every warp has its own TOKENS, softmax and sums, and warps exchange nothing
+    ring      STAGES slots of shared memory, into which words and scales are copied ahead of their use
+    split     program_id(0): its share of the tokens (``extent``). With ``exact_newest`` the last one attends to the newest tokens
+    m         subtracted from scores in the exponent. Not the maximum: it is raised by octaves, when a probability times a scale
+              might overflow float16, which rarely happens after a few tiles; it changes results only by rounding
+    output    partial sums, one slot for each warp, for ``merge``
 """
 
 # mypy: disable-error-code="no-untyped-def,assignment,var-annotated"
@@ -46,10 +46,10 @@ from kvcompile.lowering.gluon.tiles import (
 from kvcompile.lowering.host.gluon_api import async_copy, barrier, gl, gluon, mma_v2
 
 TOP = gl.constexpr(32768.0)
-"""The largest that a probability times a scale may become in float16."""
+"""Limit of a probability times a scale in float16."""
 
 RAISED = gl.constexpr(11.0)
-"""log2 of what the largest one is after m was raised: the four octaves below TOP are room before it has to be raised again."""
+"""log2 of the largest probability times a scale after m was raised: four octaves below TOP, so that m is not raised again soon."""
 
 
 @gluon.jit(
@@ -62,7 +62,7 @@ def attend(
     q_batch, q_head, k_batch, k_head, k_row, v_batch, v_head, v_row, hi_batch, lo_batch, keep_batch, kept_batch, base_batch, recent_rows,
     batch, pages, keep_tokens, shares, scale, KEY: gl.constexpr, VALUE: gl.constexpr, C: gl.constexpr,
 ):
-    """One program; see the module. ``pages`` of planes [pages, batch, kv heads, rows, width], contiguous; ``scale`` in base 2."""
+    """Attend to one split's tokens; see the module. Planes: [pages, batch, kv heads, rows, width], contiguous; ``scale`` in base 2."""
     PRODUCTS: gl.constexpr = len(VALUE.products)
     CHUNKS: gl.constexpr = VALUE.chunks
     SETS: gl.constexpr = VALUE.sets
@@ -99,7 +99,7 @@ def attend(
     end = (split + 1) * tiles // active
     clear = start
     if C.keep:
-        # Padding is in front: tiles of nothing else are left out, and none behind it masks anything.
+        # Padding comes first: its whole tiles are skipped, and tiles behind it need no mask.
         kept = kept_extent(KEPT + batch_row * kept_batch, first + begin * size, gl.minimum(first + end * size, until), C.warps)
         begin = gl.minimum(gl.maximum(begin, (kept[0] - first) // size), end)
         clear = gl.maximum(start, kept[1])
@@ -151,7 +151,7 @@ def attend(
             if C.keep:
                 valid = valid & (gl.load(KEEP + batch_row * keep_batch + token, mask=token < keep_tokens, other=0) != 0)
             scores = gl.where(valid[:, :, None], scores, float("-inf"))
-            # The scales of what nobody attends to may be anything: they become zero where all will read them.
+            # Scales of hidden tokens may be anything: they are set to zero in shared memory, where all threads read them.
             valid = gl.convert_layout(valid, gl.SliceLayout(2, gl.SliceLayout(3, within)), assert_trivial=True)
             valid = gl.expand_dims(gl.expand_dims(valid, 2), 3)
             place = rings[4].index(slot).reshape(form)
@@ -165,7 +165,7 @@ def attend(
         if VALUE.zeros:
             v_zeros = rings[5].index(slot).reshape(form).load(within)
 
-        # By which octaves m has to be raised, if any.
+        # Whether m must be raised, and by how many octaves.
         highest = gl.max(scores.reshape([C.warps, C.tokens // 8, 8, 8]), 1)
         highest = gl.convert_layout(highest, lanes, assert_trivial=True)
         highest = highest * gl.convert_layout(scale, gl.SliceLayout(1, lanes), assert_trivial=True)[:, None, :]
@@ -174,9 +174,9 @@ def attend(
             big = larger(big, largest(v_zeros, C.tokens))
         big = over_columns(gl.maximum(gl.max(big.to(gl.float32), 3), 1.0), C.warps, VALUE)
         excess = exp2(highest - gl.convert_layout(m, gl.SliceLayout(1, lanes), assert_trivial=True)[:, None, :]) * big - TOP
-        # The sign of a float is that of its bits; a NaN counts as too large.
+        # Compared as integers, whose sign is the float's; a (positive) NaN counts as too large.
         if gl.max(excess.to(gl.int32, bitcast=True).reshape([C.warps * 64]), 0) > 0:
-            # By the largest scale of all: columns that are the same queries must have the same m.
+            # By the largest scale of all columns: duplicated queries must have equal m.
             widest = gl.full([C.warps, 8], gl.max(big.reshape([C.warps * 64]), 0), gl.float32, layout=gl.SliceLayout(1, lanes))
             most = gl.max(highest, 1) + log2(widest)
             raised = gl.maximum(m, gl.convert_layout(most, of_columns(C.warps), assert_trivial=True) - RAISED)

@@ -1,9 +1,9 @@
 """The operation ``kvcompile::attend_gluon``: launches the decode kernel and its merge on the current device.
 
-It takes the operands of ``attend`` that the kernel knows and gives its result. Inductor cannot print a Gluon kernel into its output
-module, so the module calls this operation. Into how many splits tokens are cut is chosen here, at every call, from the capacity of the
-planes, which the host knows: no compiled graph knows it, since stores grow. It changes the grid alone, so nothing is compiled anew, and
-nothing waits for the device, so a CUDA graph can capture it.
+It takes the operands of ``attend`` that the kernel supports and returns its result. Inductor cannot print a Gluon kernel into its output
+module, so the module calls this operation. The number of splits is chosen here, at every call, from the planes' capacity, which the host
+knows; a compiled graph does not know it, since stores grow. It changes only the grid, so nothing is compiled again, and nothing waits for
+the device, so a CUDA graph can capture the launches.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ LIBRARY.define(
 
 
 OVERLAPPING = (9, 0)
-"""The first CUDA capability whose launches can begin before the one ahead has ended."""
+"""First CUDA capability on which a launch can start before the previous one has ended."""
 
 UNBOUNDED = 1 << 30
-"""A capacity beyond all stores."""
+"""Tokens: a capacity beyond that of any store."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """A device as launches need to know it: its multiprocessors, and whether a launch can begin before the one ahead of it has ended."""
+    """The facts of a device for launches: its multiprocessors, and whether a launch can start before the previous one has ended."""
 
     multiprocessors: int
     overlaps: bool
@@ -46,21 +46,21 @@ class Device:
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """One call of a kernel; ``arguments`` in the order of its parameters, constants among them."""
+    """One kernel launch; ``arguments`` in the order of its parameters, constants included."""
 
     kernel: Any
     grid: tuple[int, int, int]
     arguments: tuple[Any, ...]
     warps: int
     early: bool = False
-    """Whether the launch may begin before the one ahead of it has ended; its kernel then waits for that one's results."""
+    """Whether the launch may start before the previous one has ended; its kernel then waits for that one's results."""
 
     def run(self) -> None:
         """Start the kernel on the current device."""
         self.kernel[self.grid](*self.arguments, num_warps=self.warps, **self._options())
 
     def compile(self) -> None:
-        """Compile the kernel for the current device, with dtypes in place of tensors."""
+        """Compile the kernel for the current device without running it, with dtypes in place of tensors."""
         given = (item.dtype if isinstance(item, torch.Tensor) else item for item in self.arguments)
         self.kernel.warmup(*given, grid=self.grid, num_warps=self.warps, **self._options())
 
@@ -72,7 +72,7 @@ class Launch:
 def plans(
     key_scheme: str, value_scheme: str, dim: int, words: tuple[torch.dtype, torch.dtype], few: bool
 ) -> tuple[TileConfig, KeyPlan, ValuePlan]:
-    """The cut and the fragments of both slots; ``few``: there are at most four query heads a kv head. Raises NoFragments."""
+    """Return tile sizes and both slots' plans; ``few``: at most TWICE_HEADS query heads per kv head. Raises NoFragments."""
     key, value = key_plan(key_scheme, dim, words[0]), value_plan(value_scheme, dim, words[1], few)
     return cut_of(key_scheme, value_scheme, dim), key, value
 
@@ -82,7 +82,7 @@ def constants(
     cut: TileConfig, dim: int, kv_heads: int, group: int, page_rows: int, lo: bool, keep: bool, sinks: bool, exact_newest: bool,
     ragged: bool, overlap: bool,
 ) -> GluonConfig:
-    """The constants of the kernel."""
+    """Return the kernel's compile-time constants."""
     rows = TWICE_HEADS if group <= TWICE_HEADS else 8
     return GluonConfig(
         dim, kv_heads, group, rows, 1 << (group - 1).bit_length(), cut.warps, cut.tokens, cut.stages, page_rows, lo, keep, sinks,
@@ -95,10 +95,10 @@ def launches(
     operands: AttendOperands[torch.Tensor], device: Device, most: int | None = None, merging: Merge | None = None,
     kept: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, tuple[Launch, Launch]]:
-    """The result's tensor and what fills it, in order.
+    """Return the result tensor, and the launches that fill it, in order.
 
-    ``kept``: the mask's counts (``ops.kept_tokens``), made here where they are not given; ``most``: a limit on the number of
-    splits; ``merging``: how they are merged, where a benchmark or a test says so.
+    ``kept``: the mask's counts (``ops.kept_tokens``), computed here if None; ``most``: limit on the number of splits, None for no limit;
+    ``merging``: sizes of the merge for benchmarks and tests, None for ``merge_for``'s.
     """
     from kvcompile.lowering.gluon import kernel, merge
 
@@ -150,24 +150,24 @@ def launches(
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
-    """A tensor whose last axis lies together."""
+    """Return the tensor with stride 1 in its last axis, copied if necessary."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _step(x: torch.Tensor | None) -> int:
-    """From batch row to batch row, 0 where there is one for all."""
+    """Return the stride between batch rows, 0 if there is no tensor or one row for all."""
     return 0 if x is None or x.shape[0] == 1 else x.stride(0)
 
 
 @functools.cache
 def device_of(device: torch.device) -> Device:
-    """Describe a CUDA device to launches."""
+    """Return the facts of a CUDA device for launches."""
     properties: Any = torch.cuda.get_device_properties(device)
     return Device(int(properties.multi_processor_count), (properties.major, properties.minor) >= OVERLAPPING)
 
 
 def given_to(args: Sequence[Any]) -> tuple[AttendOperands[torch.Tensor], torch.Tensor | None]:
-    """The operands of a call of the operation, and the counts of its mask where the call has them."""
+    """Return the operands in a call of the operation, and its mask counts, None if not given."""
     given = named(operation, args, {})
     kept = given.pop("kept", None)
     return attend_operands({**given, "bias": None, "softcap": 0.0}), kept

@@ -1,13 +1,13 @@
-"""Layouts of the kernel's tiles: which thread holds which element.
+"""Layouts of the kernel's tiles: the mapping of elements to threads.
 
-A program has WARPS warps, and each has tokens of its own, so every tile has the warps as its first dim. A product m16n8k16 wants its
-operands in FRAGMENTS: thread 4 * g + t of a warp holds rows g and g + 8, and pairs of neighbors along the reduced dim at 2t and
-2t + 8. What is written here as bases (a power of two of a register, a thread or a warp, and how far it moves in the tile) is chosen such
-that loads give fragments, and nothing moves between threads but the probabilities, which one instruction a register turns.
+A program has WARPS warps with separate tokens, so the first dim of every tile is the warp. A product m16n8k16 takes its operands as
+FRAGMENTS: thread 4 * g + t of a warp holds rows g and g + 8, and pairs of neighbours along the reduced dim at 2t and 2t + 8. The bases
+below (for each power of two of a register, thread or warp: its step in the tile) are chosen so that loads give fragments, and only the
+probabilities move between threads, transposed by one instruction a register.
 
-    keys    rows are tokens; a thread's words of a row lie side by side, so one load gives it all of a row's fragment
-    values  rows are words (channels), reduced are tokens; a thread loads the same word of two neighboring tokens, and one byte
-            permutation a word puts the halves of both together
+    keys    rows are tokens; a thread's words of a row are contiguous, so one load gives a row's whole fragment
+    values  rows are words (channels), reduced are tokens; a thread loads one word of two neighbouring tokens, and one byte
+            permutation a word pairs the values of both
 """
 
 from __future__ import annotations
@@ -21,64 +21,64 @@ THREADS = 32
 
 @gluon.constexpr_function
 def powers(count: int) -> list[int]:
-    """The powers of two below a power of two."""
+    """Return the powers of two below ``count``, a power of two."""
     return [1 << bit for bit in range(count.bit_length() - 1)]
 
 
 @gluon.constexpr_function
 def linear(registers: Any, threads: Any, warps: Any, shape: Any) -> Any:
-    """A layout by its bases; ``warps`` warps are the first dim."""
+    """Return a layout by its register and thread bases; warps are the first dim."""
     rest = [0] * (len(shape) - 1)
     return gl.DistributedLinearLayout(registers, threads, [[step, *rest] for step in powers(warps)], [], shape)
 
 
 @gluon.constexpr_function
 def products(warps: Any) -> Any:
-    """Results [WARPS, rows, 8] of products: columns 2t and 2t + 1 of rows g and g + 8."""
+    """Return the layout of products' results [WARPS, rows, 8]: a thread has columns 2t and 2t + 1 of rows g and g + 8."""
     return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[warps, 1, 1], instr_shape=[1, 16, 8])
 
 
 @gluon.constexpr_function
 def operand(warps: Any, index: Any, width: Any) -> Any:
-    """The first or second operand of a product; a thread has ``width`` neighbors along the reduced dim."""
+    """Return the layout of a product's first (0) or second (1) operand; a thread has ``width`` neighbours along the reduced dim."""
     return gl.DotOperandLayout(index, products(warps), width)
 
 
 @gluon.constexpr_function
 def of_rows(warps: Any) -> Any:
-    """One number for each row of results."""
+    """Return the layout of one number for each row of results."""
     return gl.SliceLayout(2, products(warps))
 
 
 @gluon.constexpr_function
 def of_columns(warps: Any) -> Any:
-    """One number for each column of results."""
+    """Return the layout of one number for each column of results."""
     return gl.SliceLayout(1, products(warps))
 
 
 @gluon.constexpr_function
 def by_thread(warps: Any) -> Any:
-    """Results of one fragment's rows, [WARPS, 8, 8]: one row a group of four threads."""
+    """Return the layout of eight rows of results, [WARPS, 8, 8]: each row in a group of four threads."""
     return linear([[0, 0, 1]], [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]], warps, [warps, 8, 8])
 
 
 @gluon.constexpr_function
 def several(warps: Any, word: Any) -> Any:
-    """``word`` results of each place of ``by_thread`` side by side, [WARPS, 8, 8, word]."""
+    """Return the layout of ``word`` results for each element of ``by_thread``, contiguous in a thread, [WARPS, 8, 8, word]."""
     registers = [*([0, 0, 0, step] for step in powers(word)), [0, 0, 1, 0]]
     return linear(registers, [[0, 0, 2, 0], [0, 0, 4, 0], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]], warps, [warps, 8, 8, word])
 
 
 @gluon.constexpr_function
 def by_half(warps: Any) -> Any:
-    """Results of one fragment's rows with the columns taken apart, [WARPS, 8, 2, 2, 2]."""
+    """Return the layout of eight rows of results with the columns split, [WARPS, 8, 2, 2, 2]."""
     threads = [[0, 0, 0, 1, 0], [0, 0, 1, 0, 0], [0, 1, 0, 0, 0], [0, 2, 0, 0, 0], [0, 4, 0, 0, 0]]
     return linear([[0, 0, 0, 0, 1]], threads, warps, [warps, 8, 2, 2, 2])
 
 
 @gluon.constexpr_function
 def columns_apart(warps: Any, rows: Any) -> Any:
-    """Results [WARPS, rows, 8] with the columns taken apart, [WARPS, rows, 2, 2, 2]."""
+    """Return the layout of results [WARPS, rows, 8] with the columns split, [WARPS, rows, 2, 2, 2]."""
     registers = [[0, 0, 0, 0, 1], [0, 8, 0, 0, 0], *([0, 16 * step, 0, 0, 0] for step in powers(rows // 16))]
     threads = [[0, 0, 0, 1, 0], [0, 0, 1, 0, 0], [0, 1, 0, 0, 0], [0, 2, 0, 0, 0], [0, 4, 0, 0, 0]]
     return linear(registers, threads, warps, [warps, rows, 2, 2, 2])
@@ -86,7 +86,7 @@ def columns_apart(warps: Any, rows: Any) -> Any:
 
 @gluon.constexpr_function
 def key_words(warps: Any, tokens: Any, halves: Any, chunk: Any) -> Any:
-    """Words of 16 bits [WARPS, tokens, halves], in chunks of ``chunk`` bytes: a quarter of a chunk a thread."""
+    """Return the layout of 16-bit key words [WARPS, tokens, halves], in chunks of ``chunk`` bytes: a quarter of a chunk a thread."""
     run, half = chunk // 8, chunk // 2
     registers = [
         *([0, 0, step] for step in powers(run)), [0, 8, 0], *([0, 0, half * step] for step in powers(halves // half)),
@@ -97,7 +97,7 @@ def key_words(warps: Any, tokens: Any, halves: Any, chunk: Any) -> Any:
 
 @gluon.constexpr_function
 def value_words(warps: Any, tokens: Any, words: Any) -> Any:
-    """Words [WARPS, tokens, words] of 16 or 32 bits: two neighboring tokens side by side, one of eight words a group of four threads."""
+    """Return the layout of value words [WARPS, tokens, words], 16 or 32 bits; a thread has two neighbouring tokens of one word."""
     registers = [
         [0, 1, 0], [0, 8, 0], *([0, 0, 8 * step] for step in powers(words // 8)), *([0, 16 * step, 0] for step in powers(tokens // 16)),
     ]
@@ -106,7 +106,7 @@ def value_words(warps: Any, tokens: Any, words: Any) -> Any:
 
 @gluon.constexpr_function
 def key_scales(warps: Any, tokens: Any, groups: Any) -> Any:
-    """Scales of tokens [WARPS, tokens, 1, groups] where their rows of results are."""
+    """Return the layout of key scales [WARPS, tokens, 1, groups]: in the threads that hold their tokens' rows of results."""
     registers = [
         *([0, 0, 0, step] for step in powers(groups)), [0, 8, 0, 0], *([0, 16 * step, 0, 0] for step in powers(tokens // 16)),
     ]
@@ -115,7 +115,7 @@ def key_scales(warps: Any, tokens: Any, groups: Any) -> Any:
 
 @gluon.constexpr_function
 def value_scales(warps: Any, tokens: Any, halves: Any, sets: Any) -> Any:
-    """Scales of tokens [WARPS, tokens, halves, sets], where ``halves`` is 2 those of the upper half where columns 4 to 7 are."""
+    """Return the layout of value scales [WARPS, tokens, halves, sets]: with two halves, the upper one in the threads of columns 4 to 7."""
     registers = [
         *([0, 0, 0, step] for step in powers(sets)), [0, 8, 0, 0], *([0, 16 * step, 0, 0] for step in powers(tokens // 16)),
     ]
@@ -125,7 +125,7 @@ def value_scales(warps: Any, tokens: Any, halves: Any, sets: Any) -> Any:
 
 @gluon.constexpr_function
 def eight_rows(warps: Any, columns: Any) -> Any:
-    """Half of the rows of a first operand in natural order, [WARPS, 8, columns]."""
+    """Return the layout of half of a first operand's rows in natural order, [WARPS, 8, columns]."""
     run = columns // 4
     registers = [[0, 0, step] for step in powers(run)]
     return linear(registers, [[0, 0, run], [0, 0, 2 * run], [0, 1, 0], [0, 2, 0], [0, 4, 0]], warps, [warps, 8, columns])
@@ -133,7 +133,7 @@ def eight_rows(warps: Any, columns: Any) -> Any:
 
 @gluon.constexpr_function
 def row_copies(warps: Any, elements: Any, size: Any) -> Any:
-    """Copies of rows [WARPS, tokens, elements] by 16 bytes a thread."""
+    """Return the layout for copying rows [WARPS, tokens, elements] of ``size`` bytes an element, 16 bytes a thread."""
     width = 16 // size
     threads = min(THREADS, elements // width)
     return gl.BlockedLayout([1, 1, width], [1, THREADS // threads, threads], [warps, 1, 1], [2, 1, 0])
@@ -141,11 +141,11 @@ def row_copies(warps: Any, elements: Any, size: Any) -> Any:
 
 @gluon.constexpr_function
 def flat_copies(warps: Any, halves: Any) -> Any:
-    """Copies of runs [WARPS, halves] of 16-bit numbers, 16 bytes a thread where that keeps all threads busy."""
+    """Return the layout for copying runs [WARPS, halves] of 16-bit numbers, 16 bytes a thread if that keeps all threads busy."""
     return gl.BlockedLayout([1, min(8, max(2, halves // THREADS))], [1, THREADS], [warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
 def unswizzled(rank: Any) -> Any:
-    """Shared memory in the order of the dims."""
+    """Return the layout of shared memory in the order of the dims."""
     return gl.SwizzledSharedLayout(1, 1, 1, [*range(rank)][::-1])

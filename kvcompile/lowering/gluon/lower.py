@@ -1,7 +1,7 @@
 """Inductor's lowering of ``kvcompile::attend`` of one new token to the Gluon kernel: a call of ``attend_gluon`` in the output module.
 
-A kernel that does not compile on the machine at hand is no error: it is tried here, ahead of any step, and the next kernel of
-``attend_kernels.KERNELS`` is asked where it fails.
+The kernel is compiled here as a trial, before any step; if that fails, it is no error, and the next kernel of
+``attend_kernels.KERNELS`` is used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 def lower_gluon(operands: AttendOperands[Any]) -> Any | None:
-    """The result of ``attend`` as a TensorBox, None where planes lie otherwise than the kernel reads them or it does not compile."""
+    """Return the result of ``attend`` as a TensorBox, None if the planes' layout is not supported or the kernel does not compile."""
     q, planes, exact_newest = operands.q, (*operands.keys, *operands.values), operands.exact_newest or ()
     numbers = (*operands.keys[1:], *operands.values[1:])
     batch, _, queries, _ = q.get_size()
@@ -44,7 +44,7 @@ def lower_gluon(operands: AttendOperands[Any]) -> Any | None:
 
 
 def _lies(plane: Any, batch: Any) -> bool:
-    """Check that a plane [pages, B, K, rows, width] is contiguous and has the queries' batch, as the kernel's offsets need it."""
+    """Return whether a plane [pages, B, K, rows, width] is contiguous and has the queries' batch, as the kernel's offsets assume."""
     node = realize(plane)
     size, dense = node.get_size(), ir.FlexibleLayout.contiguous_strides(node.get_size())
     return equals(size[1], batch) and all(equals(*pair) for pair in zip(node.get_stride(), dense, strict=True))
@@ -52,19 +52,19 @@ def _lies(plane: Any, batch: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class OperandSpec:
-    """The form of an operand, with plausible sizes where they are symbols."""
+    """Size, stride and dtype of an operand; symbolic sizes are replaced by hints."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
 
     def tensor(self) -> torch.Tensor:
-        """A tensor of it without memory."""
+        """Return a meta tensor of this form."""
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
 
 
 def _forms(operands: AttendOperands[Any]) -> tuple[Any, ...]:
-    """The operands in the schema's order, with forms in place of boxes."""
+    """Return the operands in schema order, with an ``OperandSpec`` in place of each box."""
 
     def form(item: Any) -> Any:
         if isinstance(item, Sequence) and not isinstance(item, str):
@@ -80,7 +80,7 @@ def _forms(operands: AttendOperands[Any]) -> tuple[Any, ...]:
 
 @functools.lru_cache(maxsize=256)
 def compiles(forms: tuple[Any, ...], device: str) -> bool:
-    """Try to compile both kernels for a device, and log why they do not compile."""
+    """Return whether both kernels compile for a device; logs the error if not."""
 
     def made(item: Any) -> Any:
         return item.tensor() if isinstance(item, OperandSpec) else tuple(map(made, item)) if isinstance(item, tuple) else item

@@ -1,9 +1,9 @@
 """Partial sums of splits in memory, and the kernel that merges them by log-sum-exp.
 
     SUMS  float32 [batch rows and kv heads, slots, heads of a group, dim]: sums of values
-    TOPS  float32 [batch rows and kv heads, slots, 2, 8]: what scores were lowered by, in base 2, and the totals of the weights
+    TOPS  float32 [batch rows and kv heads, slots, 2, 8]: the number subtracted from scores, in base 2, and the weights' totals
 
-A slot is what one warp of one split writes.
+Each warp of each split writes one slot.
 """
 
 # mypy: disable-error-code="no-untyped-def,assignment"
@@ -17,26 +17,26 @@ from kvcompile.lowering.gluon.tiles import exp2
 from kvcompile.lowering.host.gluon_api import gl, gluon
 
 LOWEST = gl.constexpr(-1.0e30)
-"""What scores are lowered by at first: far below every score, and finite, so that differences are numbers."""
+"""Initial number to subtract from scores: far below every score, and finite, so that differences are not NaN."""
 
 LOG2E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
 def let_next_begin():
-    """Allow the launch behind this one, if it is one that waits by itself, to begin once all programs of this one have."""
+    """Allow the next launch, if it was launched to wait by itself, to start once all programs of this one have started."""
     gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def wait_for_last():
-    """Wait until all that the launch before this one writes is there to read."""
+    """Wait until all writes of the previous launch are visible."""
     gl.inline_asm_elementwise("griddepcontrol.wait; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def write_channels(SUMS, here, halves, each: gl.constexpr, VALUE: gl.constexpr, C: gl.constexpr):
-    """Write sums of eight runs of neighboring channels, ``VALUE.written[each]``, to slots ``here`` [WARPS]; ``halves``: [WARPS, 8, 8] each.
+    """Write eight runs of neighbouring channels, ``VALUE.written[each]``, to slots ``here`` [WARPS]; ``halves``: sums, [WARPS, 8, 8] each.
 
     A thread has a whole run, so one store writes it.
     """
@@ -54,14 +54,14 @@ def write_channels(SUMS, here, halves, each: gl.constexpr, VALUE: gl.constexpr, 
     column = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout))))[None, None, :, None]
     channel = gl.arange(0, VALUE.word, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))[None, None, None, :]
     at = here.to(gl.int64)[:, None, None, None] * (C.kept * C.dim) + (column % C.rows * C.dim + low + column // 4 * (high - low))
-    # Columns that are the same queries write the same to the same place only where they have channels of their own.
+    # With two halves, duplicated columns hold other channels and are written too; else only the first copy is written.
     inside = column % C.rows < C.kept if VALUE.halves == 2 else column < C.kept
     gl.store(SUMS + at + run * VALUE.word + channel, x, mask=inside.broadcast_to(shape))
 
 
 @gluon.jit
 def write_slot(TOPS, slot, m, l, C: gl.constexpr):
-    """Write what scores were lowered by, and totals, of a slot for each warp."""
+    """Write the subtracted numbers ``m`` and the totals ``l`` of one slot for each warp."""
     columns: gl.constexpr = of_columns(C.warps)
     warp = gl.arange(0, C.warps, layout=gl.SliceLayout(1, columns))
     column = gl.arange(0, 8, layout=gl.SliceLayout(0, columns))
@@ -75,7 +75,7 @@ def merge(
     HI, LO, SINKS, BASE, SUMS, TOPS, OUT, hi_batch, lo_batch, base_batch, batch, pages, keep_tokens, slots, shares, C: gl.constexpr,
     M: gl.constexpr,
 ):
-    """Merge the splits of one batch row and kv head, some channels a program; ``C``: the constants of ``attend``, ``M``: how it is done."""
+    """Merge the splits of one batch row and kv head, some channels a program; ``C``: the constants of ``attend``, ``M``: a ``Merge``."""
     pair = gl.program_id(1)
     batch_row, head = pair // C.kv_heads, pair % C.kv_heads
     capacity = pages * C.page_rows
@@ -124,7 +124,7 @@ def merge(
         total = total * exp2(top - raised) + exp2(sink - raised)
         sums = sums * gl.convert_layout(exp2(top - raised), of_row)[:, None]
     total = gl.convert_layout(total, of_row)[:, None]
-    # A total that is no number stays; only what had nothing to attend to becomes zero.
+    # A NaN total stays NaN; only a query that sees no token gets zeros.
     result = gl.where(total == 0.0, 0.0, sums / gl.where(total == 0.0, 1.0, total))
     c = gl.program_id(0) * M.channels + gl.arange(0, M.channels, layout=gl.SliceLayout(0, gl.SliceLayout(0, layout)))
     at = (pair * C.group + row).to(gl.int64) * C.dim

@@ -1,8 +1,8 @@
-"""Fragments of one slot's codes: sizes and instructions, from the format that the scheme gives.
+"""Fragments of one slot's codes: sizes and instructions, from the scheme's kernel format.
 
-A CHUNK is a run of a row's bytes of which a warp takes a fixed part a thread; chunk c, byte j and part i is channel
-``i * row + c * chunk + j``. A chunk lies in one scale's group in every part. Instructions come from ``bit_tricks``, which are held to
-``unpack`` on every word; what has none is not for this kernel.
+A CHUNK is a run of a row's bytes, of which each thread of a warp takes a fixed part; byte j of chunk c is, in part i, channel
+``i * row + c * chunk + j``. A chunk is within one scale's group in every part. Instructions come from ``bit_tricks``, which are checked
+against ``unpack`` on every word; codes without a trick are not supported.
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ from kvcompile.lowering.gluon.config import TileConfig
 from kvcompile.types import KernelFormat, Role, SlotSpec
 
 SIZES = (64, 128, 256)
-"""Channels of a head that are known: powers of two."""
+"""Supported channels of a head."""
 
 
 TWICE_HEADS = 4
-"""Query heads of a kv head that stand twice in a product's columns."""
+"""Largest GQA group for which each head is duplicated in a product's columns."""
 
 
 class NoFragments(Exception):
-    """A format that the kernel has no fragments for; the text says what of it."""
+    """The kernel does not support a format; the message says which property."""
 
 
 @dataclasses.dataclass(frozen=True)
 class KeyPlan:
-    """Fragments of keys, tokens the rows.
+    """Fragments of keys; a product's rows are tokens.
 
-    ``row``: bytes of a token. ``scales``: a token's scales, group g of all; 0 where scales are those of ``block`` tokens, one a channel.
-    ``groups``: the scale of (chunk, part), ``chunk * parts + part``. ``lower``: octaves that a part's queries are smaller by, so that its
-    codes have the unit 2**-``unit``. ``spans``: the accumulator of a part, each ``span_octaves`` above the unit of the first.
+    ``row``: bytes of a token. ``scales``: scales of a token; 0 if each channel has one scale for ``block`` tokens.
+    ``groups``: index of the scale of (chunk, part), ``chunk * parts + part``. ``lower``: octaves by which a part's queries are scaled
+    down, so that its codes have the unit 2**-``unit``. ``spans``: index of a part's accumulator; ``span_octaves``: each accumulator's
+    octaves above the first one's unit.
     """
 
     dim: int
@@ -55,28 +56,28 @@ class KeyPlan:
 
     @property
     def chunks(self) -> int:
-        """Chunks of a row."""
+        """Number of chunks of a row."""
         return self.row // self.chunk
 
     @property
     def firsts(self) -> tuple[int, ...]:
-        """The first channel of each (chunk, part)."""
+        """First channel of each (chunk, part)."""
         return tuple(part * self.row + chunk * self.chunk for chunk in range(self.chunks) for part in range(self.parts))
 
     @property
     def lowered(self) -> tuple[int, ...]:
-        """The different octaves that queries are smaller by."""
+        """The distinct numbers of octaves by which queries are scaled down."""
         return tuple(dict.fromkeys(self.lower))
 
 
 @dataclasses.dataclass(frozen=True)
 class ValuePlan:
-    """Fragments of values, tokens what is summed over.
+    """Fragments of values; products sum over tokens.
 
-    ``word``: bytes that a thread loads of a token. ``tiles``: for every product of 16 rows of a chunk what its rows 0 to 7 and 8 to 15
-    are, as (part, byte of the word) each. ``halves``: 2 where columns 4 to 7 are the queries again, weighted by the scales of rows
-    8 to 15, so that two groups share a product. ``sets``: operands of weighted probabilities. ``set_of``: the set of (chunk, tile).
-    ``powers``: the power of two that a part's codes lack.
+    ``word``: bytes that a thread loads of a token. ``tiles``: for every product of 16 rows of a chunk, (part, byte of the word) of its rows
+    0 to 7 and of its rows 8 to 15. ``halves``: 2 if columns 4 to 7 repeat the queries, weighted by the scales of rows 8 to 15, so that two
+    groups share a product. ``sets``: number of weighted-probability operands. ``set_of``: index of the set for (chunk, tile).
+    ``powers``: power of two by which a part's codes must still be multiplied.
     """
 
     dim: int
@@ -97,12 +98,12 @@ class ValuePlan:
 
     @property
     def chunks(self) -> int:
-        """Chunks of a row."""
+        """Number of chunks of a row."""
         return self.row // self.chunk
 
     @property
     def products(self) -> tuple[tuple[int, int, int], ...]:
-        """The products of 16 rows: the chunk, and which outputs of the instructions are rows 0 to 7 and 8 to 15."""
+        """The products of 16 rows: chunk, and indices of the instructions' outputs for rows 0 to 7 and for rows 8 to 15."""
         return tuple(
             (chunk, low[1] * self.parts + low[0], high[1] * self.parts + high[0])
             for chunk in range(self.chunks) for low, high in self.tiles
@@ -110,7 +111,7 @@ class ValuePlan:
 
     @property
     def firsts(self) -> tuple[tuple[int, int], ...]:
-        """The channels of row 0 and row 8 of each product; the next row is ``word`` channels on."""
+        """Channels of row 0 and of row 8 of each product; the next row is ``word`` channels further."""
         return tuple(
             (low[0] * self.row + chunk * self.chunk + low[1], high[0] * self.row + chunk * self.chunk + high[1])
             for chunk in range(self.chunks) for low, high in self.tiles
@@ -118,9 +119,9 @@ class ValuePlan:
 
     @property
     def written(self) -> tuple[tuple[tuple[int, ...], int, int], ...]:
-        """Runs of ``word`` channels that a thread has: which eight rows they are, low and high halves of products behind one another.
+        """Runs of ``word`` channels that a thread holds: indices of their eight-row halves; first channel in columns 0 to 3, and in 4 to 7.
 
-        Where ``halves`` is 2 each product is one such half, by its column. Then the channel of row 0, in columns 0 to 3 and 4 to 7.
+        Halves are numbered by product, low before high; with ``halves`` 2 each product counts as one, selected by column.
         """
         if self.halves == 2:
             firsts = list(self.firsts)
@@ -134,28 +135,28 @@ class ValuePlan:
 
     @property
     def units(self) -> tuple[tuple[float, float], ...]:
-        """Factors that rows 0 to 7 and 8 to 15 of each product are multiplied by at the end."""
+        """Final factors of rows 0 to 7 and of rows 8 to 15 of each product."""
         return tuple((2.0 ** self.powers[low[0]], 2.0 ** self.powers[high[0]]) for _ in range(self.chunks) for low, high in self.tiles)
 
     @property
     def shifted(self) -> bool:
-        """True where the weights are summed too, for an offset of the codes, or for zero points."""
+        """Whether the weights are summed too, for an offset of the codes or for zero points."""
         return self.zeros or self.offset != 0
 
 
 MEASURED = {(True, 2): TileConfig(1, 32, 3, 8), (False, 4): TileConfig(4, 32, 3, 3)}
-"""Cuts of formats that were measured to win, by (symmetric, codes of a byte): symmetric 4 bits; 2 bits with zero points."""
+"""Tile sizes of formats measured to be faster, by (symmetric, codes in a byte): symmetric 4 bits; 2 bits with zero points."""
 
 MEASURED_CHANNELS = 128
-"""Channels of the heads that were measured."""
+"""Channels of a head in the measurements."""
 
 DEFAULT = TileConfig(1, 32, 3, 8)
-"""The cut of all else; rings of wider heads leave room for half as many programs."""
+"""Tile sizes of all other formats; wider heads have larger rings, so half as many programs fit."""
 
 
 @functools.lru_cache(maxsize=128)
 def _kinds(key_scheme: str, value_scheme: str, dim: int) -> frozenset[tuple[bool, int]]:
-    """The formats of both slots, as ``MEASURED`` has them."""
+    """Return the formats of both slots as keys of ``MEASURED``."""
     formats = [
         schemes.parse(text).format(SlotSpec(1, dim, torch.bfloat16, role))
         for text, role in ((key_scheme, Role.KEY), (value_scheme, Role.VALUE))
@@ -164,13 +165,13 @@ def _kinds(key_scheme: str, value_scheme: str, dim: int) -> frozenset[tuple[bool
 
 
 def measured(key_scheme: str, value_scheme: str, dim: int) -> bool:
-    """Whether attention over two slots was measured to be faster: both have one of ``MEASURED``'s formats, and heads are as wide."""
+    """Return whether the kernel was measured to be faster for two slots: both of one format of ``MEASURED``, and the measured width."""
     kinds = _kinds(key_scheme, value_scheme, dim)
     return dim == MEASURED_CHANNELS and len(kinds) == 1 and kinds <= MEASURED.keys()
 
 
 def cut_of(key_scheme: str, value_scheme: str, dim: int) -> TileConfig:
-    """Return how the attention over two slots is cut."""
+    """Return the tile sizes of the attention over two slots."""
     kind, *others = _kinds(key_scheme, value_scheme, dim)
     found = DEFAULT if others else MEASURED.get(kind, DEFAULT)
     return found if dim <= MEASURED_CHANNELS else dataclasses.replace(found, programs=-(-found.programs // 2))
@@ -178,7 +179,7 @@ def cut_of(key_scheme: str, value_scheme: str, dim: int) -> TileConfig:
 
 @functools.lru_cache(maxsize=128)
 def key_plan(scheme: str, dim: int, word_dtype: torch.dtype) -> KeyPlan:
-    """The plan of a slot of keys; raises NoFragments."""
+    """Return the plan of a slot of keys. Raises NoFragments."""
     fmt = schemes.parse(scheme).format(SlotSpec(1, dim, word_dtype, Role.KEY))
     tricks = _tricks(fmt, dim)
     row = dim // fmt.parts
@@ -203,7 +204,7 @@ def key_plan(scheme: str, dim: int, word_dtype: torch.dtype) -> KeyPlan:
 
 @functools.lru_cache(maxsize=128)
 def value_plan(scheme: str, dim: int, word_dtype: torch.dtype, few_rows: bool) -> ValuePlan:
-    """The plan of a slot of values; ``few_rows``: there are at most four rows of queries. Raises NoFragments."""
+    """Return the plan of a slot of values; ``few_rows``: at most four query rows per kv head. Raises NoFragments."""
     fmt = schemes.parse(scheme).format(SlotSpec(1, dim, word_dtype, Role.VALUE))
     tricks = _tricks(fmt, dim)
     if fmt.block > 1:
@@ -229,7 +230,7 @@ def value_plan(scheme: str, dim: int, word_dtype: torch.dtype, few_rows: bool) -
 
 
 def _tricks(fmt: KernelFormat, dim: int) -> list[BitTrick]:
-    """The tricks of both bytes of a pair, byte * parts + part."""
+    """Return the tricks of both bytes of a pair, at index byte * parts + part. Raises NoFragments."""
     if dim not in SIZES:
         raise NoFragments(f"heads of {dim} channels")
     if fmt.norms:
@@ -249,7 +250,7 @@ def _offset(tricks: list[BitTrick]) -> int:
 
 
 def _spans(powers: list[int]) -> list[int]:
-    """The accumulator of each part: at most two octaves apart, as what is smaller would lose bits of queries times scales."""
+    """Return the index of each part's accumulator: parts at most two octaves apart share one, as smaller queries times scales lose bits."""
     spans, top, at = {}, None, -1
     for power in sorted(set(powers), reverse=True):
         if top is None or top - power > 2:
@@ -259,7 +260,7 @@ def _spans(powers: list[int]) -> list[int]:
 
 
 def _fields(word: str, first: int, tricks: list[BitTrick]) -> list[str]:
-    """Instructions that leave the fields of a pair of 16-bit words in the outputs from ``first`` on, by byte and part."""
+    """Return instructions that put the fields of a pair of 16-bit words into the outputs from ``first`` on, by byte and part."""
     lines, source, moved = [], word, 0
     for at, trick in enumerate(tricks):
         if trick.shift != moved:
@@ -270,15 +271,15 @@ def _fields(word: str, first: int, tricks: list[BitTrick]) -> list[str]:
 
 
 def _key_assembly(parts: int, tricks: list[BitTrick]) -> str:
-    """Two words of 16 bits, side by side in a row, to pairs of float16 for every byte and part."""
+    """Return PTX from two neighbouring 16-bit words of a row to pairs of float16, for every byte and part."""
     return " ".join(["{ .reg .b32 s, u;", *_fields(f"${2 * parts}", 0, tricks), "}"])
 
 
 def _value_assembly(parts: int, word: int, tricks: list[BitTrick]) -> str:
-    """One word of each of two tokens to pairs of float16 of both, for every byte and part."""
+    """Return PTX from one word of each of two tokens to pairs of float16 of both, for every byte and part."""
     count = word * parts
     if word == 2:
-        # Words of 16 bits come in pairs.
+        # A register holds the 16-bit words of both tokens.
         return " ".join(["{ .reg .b32 s, u;", *_fields(f"${count}", 0, tricks), "}"])
     lines = [f"prmt.b32 a, ${count}, ${count + 1}, 0x5410;", f"prmt.b32 b, ${count}, ${count + 1}, 0x7632;"]
     return " ".join(["{ .reg .b32 a, b, s, u;", *lines, *_fields("a", 0, tricks), *_fields("b", 2 * parts, tricks), "}"])

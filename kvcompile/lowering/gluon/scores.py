@@ -1,4 +1,4 @@
-"""Products of queries with the codes of keys, scales and zero points taken in. Device functions of Gluon."""
+"""Products of queries with the codes of keys, with scales and zero points applied. Device functions of Gluon."""
 
 # mypy: disable-error-code="no-untyped-def,assignment"
 # ruff: noqa: E741, N803, N806, RET505, RUF005, SIM102 - kernels: operands are capitals, tuples grow by sums, compile-time branches.
@@ -12,9 +12,9 @@ from kvcompile.lowering.host.gluon_api import gl, gluon, mma_v2
 
 @gluon.jit
 def queries_of(Q, q_head, KEY: gl.constexpr, C: gl.constexpr):
-    """Queries by (chunk, part) in natural order, [WARPS, chunk, 8] in float16 and at most one, and what scores must be multiplied by.
+    """Return queries by (chunk, part) in natural order, [WARPS, chunk, 8], float16 of at most one in magnitude, and the scores' factor.
 
-    Columns are the query heads of one kv head; where there are fewer, these again.
+    Columns are the query heads of one kv head, repeated if there are fewer.
     """
     layout: gl.constexpr = operand(C.warps, 1, KEY.chunk // 4)
     channel = gl.arange(0, KEY.chunk, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))
@@ -27,7 +27,7 @@ def queries_of(Q, q_head, KEY: gl.constexpr, C: gl.constexpr):
         x = gl.load(Q + at[None, None, :] + (KEY.firsts[piece] + channel)[None, :, None] + 0 * warp[:, None, None]).to(gl.float32)
         found = found + (x,)
         top = gl.maximum(top, gl.max(gl.abs(x), 1))
-    # The exponent of the largest, kept away from zero and infinity; its power of two brings the row to at most one.
+    # Exponent of the largest magnitude, clamped away from zero and infinity; its power of two scales the row to at most one.
     exponent = gl.minimum(gl.maximum((top.to(gl.int32, bitcast=True) >> 23) & 255, 4), 250)
     shrink = ((253 - exponent) << 23).to(gl.float32, bitcast=True)
     given = ()
@@ -40,7 +40,7 @@ def queries_of(Q, q_head, KEY: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def offset_scores(qs, KEY: gl.constexpr, C: gl.constexpr):
-    """Scores that the codes' offset takes from each group's products, [WARPS, 16, 8] with all rows alike."""
+    """Return the scores that correct each group's products for the codes' offset, [WARPS, 16, 8] with equal rows."""
     GROUPS: gl.constexpr = KEY.scales
     layout: gl.constexpr = operand(C.warps, 0, KEY.chunk // 8)
     found = ()
@@ -57,7 +57,7 @@ def offset_scores(qs, KEY: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def scaled_scores(words, scales, qs, starts, KEY: gl.constexpr, C: gl.constexpr):
-    """Products of queries with codes that have scales of their token, each group's times its scale: [WARPS, TOKENS, 8]."""
+    """Return products of queries with codes that have token scales, each group's product times its scale: [WARPS, TOKENS, 8]."""
     GROUPS: gl.constexpr = KEY.scales
     CHUNKS: gl.constexpr = KEY.chunks
     codes = ()
@@ -76,7 +76,7 @@ def scaled_scores(words, scales, qs, starts, KEY: gl.constexpr, C: gl.constexpr)
 
 @gluon.jit
 def zero_scores(zeros, qs, KEY: gl.constexpr, C: gl.constexpr):
-    """Products of queries with the zero points of a tile's block, [WARPS, 16, 8] with all rows alike."""
+    """Return products of queries with the zero points of a tile's block, [WARPS, 16, 8] with equal rows."""
     half: gl.constexpr = gl.SliceLayout(1, eight_rows(C.warps, KEY.chunk))
     total = gl.full([C.warps, 16, 8], 0.0, gl.float32, layout=products(C.warps))
     LOWERED: gl.constexpr = len(KEY.lowered)
@@ -94,7 +94,10 @@ def zero_scores(zeros, qs, KEY: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def block_scores(words, scales, start, qs, KEY: gl.constexpr, C: gl.constexpr):
-    """Products of a tile's tokens, words [WARPS, tokens, halves] by chunk, on top of ``start``, [WARPS, tokens, 8]."""
+    """Return products of queries, times a block's scales, with a tile's codes, plus ``start``: [WARPS, tokens, 8].
+
+    ``words``: [WARPS, tokens, chunk / 2] for each chunk.
+    """
     SPANS: gl.constexpr = len(KEY.span_octaves)
     PARTS: gl.constexpr = KEY.parts
     CHUNKS: gl.constexpr = KEY.chunks
@@ -122,9 +125,9 @@ def block_scores(words, scales, start, qs, KEY: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def folded_scores(words, scales, zeros, qs, KEY: gl.constexpr, C: gl.constexpr):
-    """Products of queries times the scales of a block of tokens with its codes, and with its zero points: [WARPS, TOKENS, 8].
+    """Return products of queries with codes that have scales and zero points of a block of tokens: [WARPS, TOKENS, 8].
 
-    ``scales``, ``zeros``: rings' slots [WARPS, dim]; a tile lies within a block.
+    ``scales``, ``zeros``: slots of the rings, [WARPS, dim]; a tile lies within one block.
     """
     start = repeated(zero_scores(zeros, qs, KEY, C), C.warps, C.tokens)
     return block_scores(words, scales, start, qs, KEY, C)

@@ -1,4 +1,4 @@
-"""Copies of a tile's words and scales into rings of shared memory, ahead of their use. Device functions of Gluon."""
+"""Asynchronous copies of a tile's words and scales into rings of shared memory. Device functions of Gluon."""
 
 # mypy: disable-error-code="no-untyped-def,assignment"
 # ruff: noqa: E741, N803, N806, RET505, RUF005, SIM102 - kernels: operands are capitals, tuples grow by sums, compile-time branches.
@@ -12,9 +12,9 @@ from kvcompile.lowering.host.gluon_api import gl, gluon
 
 @gluon.jit
 def plane_offsets(t0, pair, pages, ROW: gl.constexpr, BLOCK: gl.constexpr, C: gl.constexpr):
-    """Offsets of each warp's part of a tile in a plane, [WARPS] in int64; tokens behind the plane are its last ones again."""
+    """Return the offset of each warp's part of a tile in a plane, [WARPS] int64; parts behind the plane are clamped to its last one."""
     share: gl.constexpr = C.page_rows // C.tokens
-    # In parts of a page, so that the compiler sees what the offsets are multiples of.
+    # In parts of a page, so that the compiler can infer the offsets' alignment.
     part = gl.minimum(first_tokens(t0, C.warps, C.tokens) // C.tokens, pages * share - 1)
     page = (part // share).to(gl.int64) * gl.num_programs(1) + pair
     if C.tokens >= BLOCK:
@@ -44,7 +44,7 @@ def fetch(slot, t0, pair, pages, planes, rings, KEY: gl.constexpr, VALUE: gl.con
 
 @gluon.jit
 def allocated(KEY: gl.constexpr, VALUE: gl.constexpr, C: gl.constexpr):
-    """The rings: words, scales and zero points of keys, the same of values; what a format has not is another one again."""
+    """Allocate the rings: words, scales and zero points of keys, then of values; a plane that the format lacks gets another ring's name."""
     value_words_type: gl.constexpr = gl.int32 if VALUE.word == 4 else gl.int16
     k_words = gl.allocate_shared_memory(gl.int16, [C.stages, C.warps, C.tokens, KEY.row // 2], unswizzled(3))
     v_words = gl.allocate_shared_memory(value_words_type, [C.stages, C.warps, C.tokens, VALUE.row // VALUE.word], unswizzled(3))

@@ -20,25 +20,25 @@ from kvcompile.lowering.host.gluon_api import async_copy, gl, gluon
 
 @gluon.jit
 def exp2(x):
-    """2**x of float32, one instruction; what is below the normal numbers is 0."""
+    """Return 2**x of float32, by one instruction; subnormal results become 0."""
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def log2(x):
-    """log2 of float32, one instruction."""
+    """Return log2 of float32, by one instruction."""
     return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def times(a, b):
-    """Products of float16, two an instruction."""
+    """Return products of float16, two an instruction."""
     return gl.inline_asm_elementwise("mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.float16, is_pure=True, pack=2)
 
 
 @gluon.jit
 def larger(a, b):
-    """The larger magnitudes of float16, two an instruction pair; what is not a number is passed over."""
+    """Return the larger magnitude of two float16, two at a time; NaN is ignored."""
     return gl.inline_asm_elementwise(
         "{ .reg .b32 a, b; abs.f16x2 a, $1; abs.f16x2 b, $2; max.f16x2 $0, a, b; }", "=r,r,r", [a, b], dtype=gl.float16, is_pure=True,
         pack=2,
@@ -47,7 +47,7 @@ def larger(a, b):
 
 @gluon.jit
 def taken_apart(x, count: gl.constexpr):
-    """The last of four dims, of ``count`` elements, a power of two, as a tuple."""
+    """Split the last of four dims, ``count`` elements (a power of two), into a tuple of tensors."""
     if count == 1:
         return (x.reshape([x.shape[0], x.shape[1], x.shape[2]]),)
     else:
@@ -57,13 +57,13 @@ def taken_apart(x, count: gl.constexpr):
 
 @gluon.jit
 def first_tokens(t0, WARPS: gl.constexpr, TOKENS: gl.constexpr):
-    """The first token of each warp's part of a tile, [WARPS]."""
+    """Return the first token of each warp's part of a tile, [WARPS]."""
     return t0 + TOKENS * gl.arange(0, WARPS, layout=gl.SliceLayout(1, of_rows(WARPS)))
 
 
 @gluon.jit
 def copy_rows(ring, slot, plane, at, WARPS: gl.constexpr, ROWS: gl.constexpr, ELEMENTS: gl.constexpr, SIZE: gl.constexpr):
-    """Start copying ROWS rows of each warp, behind each other from ``at`` on, into a ring's slot [WARPS, ROWS, ELEMENTS]."""
+    """Start copying ROWS consecutive rows for each warp, from offset ``at`` on, into a ring's slot [WARPS, ROWS, ELEMENTS]."""
     layout: gl.constexpr = row_copies(WARPS, ELEMENTS, SIZE)
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))
     element = gl.arange(0, ELEMENTS, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))
@@ -74,7 +74,7 @@ def copy_rows(ring, slot, plane, at, WARPS: gl.constexpr, ROWS: gl.constexpr, EL
 
 @gluon.jit
 def copy_run(ring, slot, plane, at, WARPS: gl.constexpr, HALVES: gl.constexpr):
-    """Start copying HALVES numbers of 16 bits of each warp into a ring's slot [WARPS, HALVES]."""
+    """Start copying HALVES 16-bit numbers for each warp, from offset ``at`` on, into a ring's slot [WARPS, HALVES]."""
     layout: gl.constexpr = flat_copies(WARPS, HALVES)
     element = gl.arange(0, HALVES, layout=gl.SliceLayout(0, layout))
     at = gl.convert_layout(at, gl.SliceLayout(1, layout))
@@ -83,7 +83,7 @@ def copy_run(ring, slot, plane, at, WARPS: gl.constexpr, HALVES: gl.constexpr):
 
 @gluon.jit
 def key_operands(words, WARPS: gl.constexpr, KEY: gl.constexpr):
-    """The codes of one chunk of words [WARPS, tokens, chunk / 2]: for every part an operand [WARPS, tokens, chunk].
+    """Return the codes of one chunk of words [WARPS, tokens, chunk / 2]: an operand [WARPS, tokens, chunk] for every part.
 
     Its columns are the even bytes of the chunk, then the odd ones.
     """
@@ -103,39 +103,39 @@ def key_operands(words, WARPS: gl.constexpr, KEY: gl.constexpr):
 
 @gluon.jit
 def bytes_apart(x, WARPS: gl.constexpr, KEY: gl.constexpr):
-    """A chunk of queries [WARPS, chunk, 8] in natural order, put in the order of ``key_operands``."""
+    """Return a chunk of queries [WARPS, chunk, 8], given in natural order, in the channel order of ``key_operands``."""
     x = x.reshape([WARPS, KEY.chunk // 2, 2, 8]).permute([0, 2, 1, 3]).reshape([WARPS, KEY.chunk, 8])
     return gl.convert_layout(x, operand(WARPS, 1, KEY.chunk // 8), assert_trivial=True)
 
 
 @gluon.jit
 def repeated(x, WARPS: gl.constexpr, TOKENS: gl.constexpr):
-    """Results of 16 rows [WARPS, 16, 8] again for every 16 rows of [WARPS, TOKENS, 8]."""
+    """Repeat results of 16 rows [WARPS, 16, 8] for every 16 rows of [WARPS, TOKENS, 8]."""
     x = x.reshape([WARPS, 1, 16, 8]).broadcast_to([WARPS, TOKENS // 16, 16, 8]).reshape([WARPS, TOKENS, 8])
     return gl.convert_layout(x, products(WARPS), assert_trivial=True)
 
 
 @gluon.jit
 def turned(x, WARPS: gl.constexpr, TOKENS: gl.constexpr):
-    """Floats of 16 bits [WARPS, TOKENS, 8] laid out as results, as the second operand of a product over tokens: each 8 x 8 transposed."""
+    """Return 16-bit floats [WARPS, TOKENS, 8], laid out as results, as the second operand of a product over tokens, by 8 x 8 transposes."""
     x = gl.inline_asm_elementwise(
         "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2
     )
-    # What a thread holds is transposed, so the tensor's own dims are, back to what it was.
+    # The threads' contents were transposed, so transpose the dims as well: the tensor stays equal.
     x = x.reshape([WARPS, TOKENS // 8, 8, 8]).permute([0, 1, 3, 2]).reshape([WARPS, TOKENS, 8])
     return gl.convert_layout(x, operand(WARPS, 1, 2), assert_trivial=True)
 
 
 @gluon.jit
 def value_operand(low, high, WARPS: gl.constexpr, TOKENS: gl.constexpr):
-    """Two sets of eight rows [WARPS, 8, TOKENS] as the first operand of a product over tokens, ``low`` above ``high``."""
+    """Return two sets of eight rows [WARPS, 8, TOKENS] as the first operand of a product over tokens, ``low`` as rows 0 to 7."""
     x = gl.join(low, high).permute([0, 3, 1, 2]).reshape([WARPS, 16, TOKENS])
     return gl.convert_layout(x, operand(WARPS, 0, 2), assert_trivial=True)
 
 
 @gluon.jit
 def weights(p, scales, WARPS: gl.constexpr, TOKENS: gl.constexpr, VALUE: gl.constexpr):
-    """Probabilities float16 times one set of scales [WARPS, TOKENS, halves], as operand of the product with values."""
+    """Return float16 probabilities times one set of scales [WARPS, TOKENS, halves], as the second operand of the product with values."""
     if VALUE.halves == 2:
         apart: gl.constexpr = columns_apart(WARPS, TOKENS)
         scales = gl.convert_layout(scales, gl.SliceLayout(3, gl.SliceLayout(4, apart)), assert_trivial=True)
@@ -149,7 +149,7 @@ def weights(p, scales, WARPS: gl.constexpr, TOKENS: gl.constexpr, VALUE: gl.cons
 
 @gluon.jit
 def largest(scales, TOKENS: gl.constexpr):
-    """The largest magnitudes over what a thread has of tokens [WARPS, TOKENS, halves, sets]: [WARPS, 8, halves, sets]."""
+    """Return the largest magnitudes over each thread's tokens: [WARPS, TOKENS, halves, sets] -> [WARPS, 8, halves, sets]."""
     if TOKENS == 8:
         return scales
     else:
@@ -160,7 +160,7 @@ def largest(scales, TOKENS: gl.constexpr):
 
 @gluon.jit
 def over_columns(x, WARPS: gl.constexpr, VALUE: gl.constexpr):
-    """[WARPS, 8, halves] for each column of results of one fragment, [WARPS, 8, 8] by thread."""
+    """Broadcast [WARPS, 8, halves] to each column of results, [WARPS, 8, 8], in the layout ``by_thread``."""
     if VALUE.halves == 2:
         x = gl.convert_layout(x, gl.SliceLayout(3, gl.SliceLayout(4, by_half(WARPS))), assert_trivial=True)
         x = gl.expand_dims(gl.expand_dims(x, 3), 4).broadcast_to([WARPS, 8, 2, 2, 2]).reshape([WARPS, 8, 8])
