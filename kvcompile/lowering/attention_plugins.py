@@ -1,7 +1,7 @@
-"""Attention plugins: the kernels that schemes bring for an attention of their own, which is not ``attend``.
+"""Attention plugins: kernels of schemes with an attention operation of their own instead of ``attend``.
 
-A scheme names its plugin's module in ``Scheme.kernels``, and that module defines the scheme's operation and a constant ``PLUGIN``.
-Inductor's lowerings, the appends on CUDA, ``explain`` and ``dump`` ask the plugins of schemes that are in use, so that no other module
+A scheme names its plugin's module in ``Scheme.kernels``; the module defines the scheme's operation and a constant ``PLUGIN``.
+Inductor's lowerings, the appends on CUDA, ``explain`` and ``dump`` ask the plugins of the schemes in use, so that no other module
 knows a scheme.
 """
 
@@ -22,32 +22,32 @@ from kvcompile.schemes import Scheme
 
 @dataclass(frozen=True)
 class AppendKernel:
-    """A kernel of one scheme's own for one slot or two of an append.
+    """A scheme's own append kernel for one slot or two.
 
-    Of a plugin: for ``append_window`` of one token; slots are ``append.window_token.WindowSlot``. Of ``Scheme.append_kernel``: for
+    In a plugin: for ``append_window`` of one token; slots are ``append.window_token.WindowSlot``. From ``Scheme.append_kernel``: for
     ``append`` with a constant plane; a slot is the operands of ``append_own_kernel``.
     """
 
     fits: Callable[[Any], bool]
-    """Whether the kernel knows the append of a slot of its scheme."""
+    """Return whether the kernel supports the append of a slot of its scheme."""
     run: Callable[..., list[torch.Tensor]]
-    """The newest tokens of each slot, none of ``append``, from slots and a launcher."""
+    """Run the append of slots by a launcher; returns the newest tokens of each slot, an empty list for ``append``."""
 
 
 @dataclass(frozen=True)
 class AttentionPlugin:
-    """The operation of a scheme's attention with what compiles and describes it."""
+    """A scheme's attention operation, with its lowering and description."""
 
     operation: OpOverload
     lower: Callable[..., Any]
     """Inductor's lowering of the operation; it imports Inductor when it is called."""
     runs: Callable[[str, bool], str]
-    """What runs the operation on a device, with the reason where its kernels cannot, as ``explain`` prints it; compiled or not."""
+    """Return, for (device, compiled), the text that ``explain`` prints: the code that runs the operation, and why its kernels cannot."""
     append: AppendKernel | None = None
 
 
 _DEFINED: dict[str, AttentionPlugin] = {}
-"""The plugins whose operations are defined, by their modules."""
+"""Plugins whose operations are defined, by module name."""
 
 
 def _plugin_at(module: str) -> AttentionPlugin:
@@ -57,13 +57,13 @@ def _plugin_at(module: str) -> AttentionPlugin:
 
 
 def plugin_of(scheme: str) -> AttentionPlugin | None:
-    """The plugin of a scheme by its text, None where its attention is ``attend``; the first call defines the plugin's operation."""
+    """Return the plugin of a scheme by its text, None if its attention is ``attend``; the first call defines the plugin's operation."""
     module = schemes.parse(scheme).kernels
     return None if module is None else _plugin_at(module)
 
 
 def plugins(wanted: Iterable[Scheme] = ()) -> tuple[AttentionPlugin, ...]:
-    """The plugins of ``wanted`` schemes and of all that were asked for so far; the call defines the operations of those that are new."""
+    """Return the plugins of ``wanted`` schemes and of all loaded schemes; defines the operations of new ones."""
     known: list[Scheme | type[Scheme]] = [*wanted, *schemes.loaded()]
     for scheme in known:
         if scheme.kernels is not None:
@@ -77,13 +77,13 @@ def _append_at(module: str) -> AppendKernel:
 
 
 def append_of(scheme: str) -> AppendKernel | None:
-    """The kernel that a scheme, by its text, brings for ``append`` with its constant plane; None where it has none."""
+    """Return the kernel that a scheme, given by its text, has for ``append`` with its constant plane; None if it has none."""
     module = schemes.parse(scheme).append_kernel
     return None if module is None else _append_at(module)
 
 
 def own_append(slots: Sequence[Any]) -> AppendKernel | None:
-    """The append kernel of the one plugin that all slots have, None where they have none or several."""
+    """Return the append kernel of the plugin that all slots share, None if they have no plugin or several."""
     found = {plugin_of(slot.scheme) for slot in slots}
     (plugin,) = found if len(found) == 1 else (None,)
     return None if plugin is None else plugin.append

@@ -1,7 +1,7 @@
-"""The salt of Inductor's on-disk cache: it hashes graphs, not out-of-tree lowerings, and would serve stale kernels.
+"""The salt of Inductor's on-disk cache: Inductor hashes graphs, not out-of-tree lowerings, and would serve stale kernels.
 
-A custom pass that changes nothing and whose ``uuid`` is a hash of our sources and of the plan stands in
-Inductor's configuration, which is part of its key. Another such pass of the user's is kept and called.
+A custom pass that changes nothing, with a hash of our sources and of the plan as its ``uuid``, is put into Inductor's
+configuration, which is part of the cache key. A pass of the user's in the same option is kept and called.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SALTED = ("types.py", "compilation.py", "variants.py", "schemes", "passes", "low
 
 
 def sources_hash(package: Path = PACKAGE, names: tuple[str, ...] = SALTED) -> str:
-    """A hash of every source that can change an emitted kernel, those of schemes from other packages among them.
+    """Return a hash of every source that can change an emitted kernel, schemes from other packages included.
 
     ``names``: the files and folders of ``package`` that count.
     """
@@ -47,7 +47,7 @@ def _hash(package: Path, names: tuple[str, ...], schemes: tuple[type[Scheme], ..
 
 
 def _source(scheme: type[Scheme]) -> str:
-    """The source of a scheme's module and of its class; for one without a file its identity, which no other process has."""
+    """Return the source of a scheme's module and class; without a file, a text unique to this process."""
     try:
         return inspect.getsource(inspect.getmodule(scheme) or scheme) + inspect.getsource(scheme)
     except (OSError, TypeError):
@@ -55,7 +55,7 @@ def _source(scheme: type[Scheme]) -> str:
 
 
 class CacheKey(CustomGraphPass):
-    """Changes no graph; ``uuid`` salts Inductor's cache key."""
+    """A pass that changes no graph; its ``uuid`` salts Inductor's cache key."""
 
     def __init__(self, plan: str, then: Any = None) -> None:
         self.plan, self.then = plan, then
@@ -65,6 +65,6 @@ class CacheKey(CustomGraphPass):
             self.then(graph)
 
     def uuid(self) -> str:
-        """Sources, plan and the user's own pass."""
+        """Return the key: hash of the sources, plan, and the user's own pass."""
         inner = self.then.uuid() if isinstance(self.then, CustomGraphPass) else None
         return f"kvcompile:{sources_hash()}:{self.plan}:{inner}"

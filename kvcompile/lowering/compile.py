@@ -1,9 +1,9 @@
 """Compile a rewritten graph with Inductor, AOT eager or nothing at all.
 
-``append`` nodes are replaced by a call of their eager body, which AOTAutograd traces through: the
-codes' arithmetic is then ordinary pointwise and reduction code that Inductor fuses with the RoPE and
-the projections that make the new tokens. In graphs for CUDA they may be kernels of our own instead
-(``appends``). ``attend`` nodes stay, and are lowered by our templates.
+``append`` nodes are replaced by a call of their eager body, which AOTAutograd traces through: encoding is
+then ordinary pointwise and reduction code that Inductor fuses with RoPE and the projections that make the
+new tokens. In graphs for CUDA they may be kernels of our own instead (``appends``). ``attend`` nodes stay,
+and are lowered by our templates.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Compiled = Callable[..., Any]
 
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
-    """Raise NotCompiled for what a compiler raises; Dynamo's own errors, which may ask it to begin again, and ours go on as they are."""
+    """Raise NotCompiled for a compiler's errors, OwnFault if their cause is in this package; Dynamo's control flow and our errors pass."""
     try:
         yield
     except Exception as error:
@@ -63,11 +63,11 @@ def compiling() -> Iterator[None]:
 
 
 PACKAGE = f"{Path(__file__).resolve().parents[1]}{os.sep}"
-"""The folder of this package."""
+"""Folder of this package, with a trailing separator."""
 COMPILERS = tuple(f"{os.sep}{name}{os.sep}" for name in ("_inductor", "_functorch", "_dynamo", "triton"))
-"""Folders whose code compiles. The rest of torch is called by them and by us alike."""
+"""Folders of compilers' code. The rest of torch is called by compilers and by us."""
 CALLERS = {"compiling", "_built", "compile_by_inductor"}
-"""Functions of this package that call a compiler."""
+"""Names of this package's functions that call a compiler."""
 
 
 def first_error(error: BaseException) -> BaseException:
@@ -78,7 +78,7 @@ def first_error(error: BaseException) -> BaseException:
 
 
 def own_line(error: BaseException) -> str | None:
-    """Return the line of this package whose call failed, as ``lowering/compile.py:12``; None where a compiler's stands further inside."""
+    """Return the line of this package whose call failed, as ``lowering/compile.py:12``; None if a compiler's frame is further inside."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         ours = frame.filename.startswith(PACKAGE)
         if any(folder in frame.filename for folder in COMPILERS) or (ours and frame.name in CALLERS):
@@ -100,15 +100,15 @@ ON_CUDA: dict[Any, Callable[..., Any]] = {
     **{target: body for target, body in BODIES.items() if target is not ops.first_visible},
     ops.append: appends.append_traced, ops.append_window: appends.append_window_traced,
 }
-"""The same where kernels may stand in for bodies. What finds the padding's end runs as it is, so that Inductor fuses nothing with it."""
+"""Bodies on CUDA, some of which may use kernels. ``first_visible`` stays an operation, so that Inductor fuses nothing with it."""
 WRITERS = frozenset({
     appends.append_traced, appends.append_window_traced, appends.append_both, appends.append_window_both, report_site.report_site_traced,
 })
-"""Bodies that are operations which write, once they are traced."""
+"""Bodies that trace to operations with mutated operands."""
 
 
 def inline_append(module: fx.GraphModule, cuda: bool = False) -> fx.GraphModule:
-    """Return the graph with every operation that is traced through as a call of its body, or of what stands for it on CUDA."""
+    """Return a copy of the graph in which operations with a body become calls of it, or of its replacement on CUDA."""
     bodies = ON_CUDA if cuda else BODIES
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
@@ -125,19 +125,19 @@ def inline_append(module: fx.GraphModule, cuda: bool = False) -> fx.GraphModule:
         if new.op == "call_function" and new.target in bodies:
             new.target = bodies[new.target]
         if new.op == "placeholder":
-            # Inductor's C++ wrapper takes a graph that has them for an exported one, whose inputs are what they say: tensors, all of them.
+            # With "val", Inductor's C++ wrapper takes the graph for an exported one, whose inputs must all be tensors.
             new.meta.pop("val", None)
     return fx.GraphModule(module, graph)
 
 
 CACHEABLE = "unsafe_marked_cacheable_functions"
-"""Inductor's option that names functions which AOTAutograd may find in a graph that it caches on disk, and a key for each."""
+"""Inductor's option that lists functions that a graph may call and still be cached on disk, with a key for each."""
 
 
 def own_functions(graph: fx.Graph) -> tuple[str, ...]:
-    """The names of this package's functions that a graph calls: AOTAutograd traces through them, and caches what came of it.
+    """Return the sorted names of this package's functions that a graph calls, which AOTAutograd traces through and caches.
 
-    In an order that every process has: they are part of the key on disk.
+    Sorted, since they are part of the key on disk, which must be equal in every process.
     """
     targets = {node.target for node in graph.nodes if node.op == "call_function"}
     return tuple(sorted(
@@ -149,7 +149,10 @@ def own_functions(graph: fx.Graph) -> tuple[str, ...]:
 def inductor_patches(
     settings: Settings, mode: str | None, options: dict[str, Any] | None, plan: str, replayed: bool = True
 ) -> dict[str, Any]:
-    """Inductor's configuration for this compilation: mode, options, and the salt of its cache; CUDA graphs only where ``replayed``."""
+    """Return Inductor's configuration for this compilation: mode, options and its cache's salt. ``replayed``: False turns CUDA graphs off.
+
+    Raises BadSetting for an unknown mode.
+    """
     patches: dict[str, Any] = {}
     mode = mode or settings.mode
     if mode and mode != "default":
@@ -161,9 +164,9 @@ def inductor_patches(
         patches.update({name.replace("-", "_"): value for name, value in source.items()})
     if not replayed:
         patches["triton.cudagraphs"] = False
-    # They look for calls of torch, and the graph is ATen.
+    # Pre-grad passes look for calls of torch, and the graph is ATen.
     patches.setdefault("use_pre_grad_passes", bool(patches.get("pre_grad_custom_pass", config.pre_grad_custom_pass)))
-    # Triton's own division is not the eager one.
+    # Triton's own division rounds otherwise than eager code.
     for name, value in exact_division().items():
         patches.setdefault(name, value)
     # Torch 2.11 reads a buffer by padded strides that it then allocates without, where the stride of a head is no multiple of 128
@@ -175,13 +178,13 @@ def inductor_patches(
 
 
 def gluon_choice(settings: Settings, mode: str | None, options: dict[str, Any] | None, replayed: bool = True) -> GluonSettings:
-    """The setting of the Gluon kernel, and whether the compiled steps are replayed as CUDA graphs."""
+    """Return the setting of the Gluon kernel, with whether the compiled steps are replayed as CUDA graphs."""
     patches = inductor_patches(settings, mode, options, "", replayed)
     return GluonSettings(settings.gluon, bool(patches.get("triton.cudagraphs", config.triton.cudagraphs)))
 
 
 def freezes(settings: Settings, mode: str | None, options: dict[str, Any] | None) -> bool:
-    """Whether Inductor would take attributes of a graph for constants: under ``freezing`` and without gradients."""
+    """Return whether Inductor would freeze attributes of a graph as constants: its ``freezing`` is on, and gradients are off."""
     if settings.inner is not Inner.INDUCTOR or torch.is_grad_enabled():
         return False
     return bool(inductor_patches(settings, mode, options, "").get("freezing", config.freezing))
@@ -189,7 +192,7 @@ def freezes(settings: Settings, mode: str | None, options: dict[str, Any] | None
 
 @contextlib.contextmanager
 def _context(fake_mode: FakeTensorMode) -> Any:
-    """Inside Dynamo's own tracing context where there is one, else inside one of our own."""
+    """Enter Dynamo's tracing context if there is one, otherwise a new one."""
     if TracingContext.try_get() is not None:
         yield
         return
@@ -202,9 +205,10 @@ def compile_graph(
     mode: str | None = None, options: dict[str, Any] | None = None, plan: str = "", replayed: bool = True,
     constant: Mapping[int, torch.Tensor] | None = None,
 ) -> Compiled:
-    """A callable on real arguments; raises what the inner compiler raises.
+    """Return a callable on real arguments; raises the inner compiler's errors.
 
-    ``constant``: by index, inputs that are this tensor in every call; Inductor gets them as attributes where it shall freeze them.
+    ``constant``: inputs, by index, that are this tensor in every call; they become attributes if Inductor freezes (``freezes``).
+    ``replayed``: False turns CUDA graphs off.
     """
     if settings.inner is Inner.EAGER:
         return module.forward
@@ -225,7 +229,7 @@ def compile_graph(
 
 
 class _NotAsRegions(Exception):  # noqa: N818 - says that a graph is to be compiled otherwise; never leaves this file
-    """Equal layers, folded into regions, that the inner compiler does not take."""
+    """The inner compiler failed on a graph whose equal layers were folded into regions."""
 
     def __init__(self, layers: int) -> None:
         self.layers = layers
@@ -235,21 +239,21 @@ def _built(
     module: fx.GraphModule, fakes: Sequence[Any], fake_mode: FakeTensorMode, settings: Settings, mode: str | None,
     options: dict[str, Any] | None, plan: str, replayed: bool,
 ) -> Compiled:
-    """Compile a copy of a graph once, its equal layers as regions where ``settings.fold``; raises _NotAsRegions where that failed."""
+    """Compile a copy of a graph, with equal layers as regions if ``settings.fold``; raises _NotAsRegions if that fails."""
     cuda = settings.inner is Inner.INDUCTOR and any(isinstance(item, torch.Tensor) and item.device.type == "cuda" for item in fakes)
     inlined = inline_append(module, cuda)
     inlined.meta.update(module.meta)
     for name in ("_param_name_to_source",):
         if hasattr(module, name):
             setattr(inlined, name, getattr(module, name))
-    # Regions hide what they call.
+    # Before folding: regions hide the functions that they call.
     functions = own_functions(inlined.graph)
     folded = settings.fold and fold_into_regions(inlined, fakes, WRITERS)
     try:
         with _context(fake_mode):
             if settings.inner is Inner.AOT_EAGER:
                 return lookup_backend("aot_eager")(inlined, list(fakes))
-            # It brings Inductor's lowerings and ours, which no process needs that compiles nothing by Inductor.
+            # Imported late: it loads Inductor's lowerings and ours, which other inner compilers do not need.
             from kvcompile.lowering import inductor
 
             inductor.install()
@@ -267,7 +271,7 @@ def _built(
 def emitted_modules(
     module: fx.GraphModule, fakes: Sequence[Any], fake_mode: FakeTensorMode, options: dict[str, Any] | None = None
 ) -> list[str]:
-    """The source of every output module that Inductor makes of a graph; nothing is kept or read from a cache."""
+    """Return the source of every output module that Inductor makes of a graph, without its caches."""
     settings = Settings(Inner.INDUCTOR, options={"force_disable_caches": True, **(options or {})})
 
     def build() -> None:

@@ -1,8 +1,8 @@
-"""Damaged entries of Inductor's cache on disk: a shared object or a module that a full disk left half written.
+"""Damaged entries of Inductor's cache on disk: a shared object or a module that was written in part, for example on a full disk.
 
-Inductor names both by the hash of their source and takes what lies there, so that a damaged one fails every start. The loader's error names
-a shared object. A module is named by the error, or by the frames that it ran, and is damaged where its text has another hash than its name.
-Once the file is gone, Inductor writes it again.
+Inductor names both by the hash of their source and loads an existing file without a check, so a damaged one fails every start. The loader's
+error names a shared object. A module is named by the error, or by the frames of its traceback, and is damaged if its text has another hash
+than its name. Once the file is deleted, Inductor writes it again.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from kvcompile.lowering.host.inductor_entry import cache_dir, forget_module, mod
 log = logging.getLogger(__name__)
 
 LIBRARY = re.compile(r"(/[^\s:'\"]+\.so)\b")
-"""A shared object in the text of an error."""
+"""Pattern of a shared object's path in the text of an error."""
 MODULE = re.compile(r"(/[^\s:'\"]+\.py)\b")
-"""A file of Python in the text of an error."""
+"""Pattern of a Python file's path in the text of an error."""
 KEY = re.compile(r"\bcompile_tasks\.(\w+)")
-"""The key of a module of Inductor's in the text of an error, which names its file."""
+"""Pattern of an Inductor module's key in the text of an error; the key is its file's name."""
 
 
 def rebuilding(build: Callable[[], Any]) -> Any:
-    """Return ``build()``, again each time that it named a damaged entry, which is removed; raises DamagedCache where one stays."""
+    """Return ``build()``; if it fails on a damaged cache entry, remove the entry and try again. Raises DamagedCache if the entry stays."""
     removed: set[Path] = set()
     while True:
         try:
@@ -63,7 +63,7 @@ def damaged_entry(error: BaseException) -> Path | None:
 
 
 def _modules(error: BaseException, text: str, folder: Path) -> Iterator[Path]:
-    """The modules that an error names, and those of Inductor's that it was raised in."""
+    """Yield the Python files that an error names, and Inductor's modules in its traceback."""
     yield from map(Path, MODULE.findall(text))
     yield from (folder / key[1:3] / f"{key}.py" for key in KEY.findall(text))
     for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -72,7 +72,7 @@ def _modules(error: BaseException, text: str, folder: Path) -> Iterator[Path]:
 
 
 def _differs(path: Path) -> bool:
-    """Whether a module's text has another hash than its name says."""
+    """Return whether a module's text has another hash than its file name, or cannot be read."""
     try:
         return path.is_file() and module_key(path.read_text(encoding="utf-8", errors="replace")) != path.stem
     except OSError:

@@ -1,4 +1,4 @@
-"""Frozen: parameters that stand in a graph as attributes, so that Inductor computes once what depends on them alone."""
+"""Frozen: parameters as attributes of a graph, so that Inductor computes once all values that depend on them alone."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import fx
 from kvcompile.lowering.host.torch_api import ConstantSource
 
 SOURCES = "_param_name_to_source"
-"""Where AOTAutograd looks for which value of the program an attribute of a graph is."""
+"""Name of the mapping in which AOTAutograd looks up a graph attribute's source in the program."""
 FROZEN = "kvcompile_frozen_"
-"""What the names of attributes begin with that were inputs."""
+"""Prefix of the names of attributes that were inputs."""
 
 
 class Frozen:
-    """Code without the inputs that were frozen into it; holds those, so that no later tensor can have the identity of one."""
+    """Compiled code without its frozen inputs; keeps these alive, so that no later tensor can reuse their identity."""
 
     def __init__(self, code: Callable[..., Any], constant: Mapping[int, torch.Tensor]) -> None:
         self.code, self.constant = code, constant
@@ -27,7 +27,7 @@ class Frozen:
 
 
 def as_attributes(module: fx.GraphModule, tensors: Mapping[int, torch.Tensor]) -> fx.GraphModule:
-    """Return the graph with the inputs of these indices as attributes again, which is how Inductor takes what it may freeze."""
+    """Return the graph with the inputs at these indices turned into attributes, the form in which Inductor freezes them."""
     graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
     holder = fx.GraphModule(module, module.graph)
     sources = dict(getattr(module, SOURCES, None) or {})
@@ -44,7 +44,7 @@ def as_attributes(module: fx.GraphModule, tensors: Mapping[int, torch.Tensor]) -
             holder.register_parameter(name, tensor)
         else:
             holder.register_buffer(name, tensor)
-        # AOTAutograd wants one for each.
+        # AOTAutograd needs a source for each attribute.
         sources[name] = getattr(node, "_dynamo_source", None) or ConstantSource(name)
         env[node] = graph.get_attr(name)
         env[node].meta = {key: value for key, value in node.meta.items() if key != "tensor_dict"}

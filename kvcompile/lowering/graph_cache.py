@@ -1,11 +1,10 @@
-"""Graph cache: a graph that was compiled once is not compiled again because a cache changed its face.
+"""Graph cache: keys under which a compiled graph is reused, when a cache that changes its class makes Dynamo capture the graph again.
 
-When a dense cache is adopted, Dynamo captures the next call anew (its class and strides changed), and
-what comes is the very same graph. ``call_key`` knows it as Dynamo gives it, before any of our passes
-runs; ``fingerprint`` knows a rewritten graph that different captures lead to. Inductor's own cache would
-still retrace and reload both. Only graphs without the caller's own symbolic sizes and floats are reused:
-their guards live in Dynamo, not in the graph, and what was compiled for one float may have it as a
-number. Parameters count by identity, so that two models never share one recorded CUDA graph.
+When a dense cache is adopted, Dynamo captures the next call again (its class and strides changed), and gets an equal
+graph. ``call_key`` is the key of Dynamo's graph, before any of our passes; ``fingerprint`` is the key of a rewritten graph, which
+different captures can lead to. Inductor's own cache would still retrace and reload both. Only graphs without the caller's own
+symbolic sizes and floats are reused: their guards are in Dynamo, not in the graph, and code compiled for one float may
+contain it as a constant. Parameters count by identity, so that two models never share one recorded CUDA graph.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ EXPOSE = torch.ops.kvcompile.expose
 
 
 def _describe(value: Any, pages: Mapping[Any, str]) -> str | None:
-    """An input's metadata as text; None where it has symbols other than numbers of pages."""
+    """Return an input's metadata as text; None if it has symbols other than numbers of pages."""
     if isinstance(value, torch.SymInt):
         return None
     if not isinstance(value, torch.Tensor):
@@ -42,7 +41,7 @@ def _describe(value: Any, pages: Mapping[Any, str]) -> str | None:
 
 
 def call_key(gm: fx.GraphModule, examples: Sequence[Any], is_handle: Callable[[object], bool], key: str) -> str | None:
-    """A key of Dynamo's graph with its arguments, a compressed cache counting as the dense one; None where it has none."""
+    """Return a key of Dynamo's graph and its arguments; a compressed cache counts as dense. None if the graph may not be reused."""
     digest = hashlib.sha256(key.encode())
     names: dict[fx.Node, str] = {}
     count = 0
@@ -70,11 +69,11 @@ def call_key(gm: fx.GraphModule, examples: Sequence[Any], is_handle: Callable[[o
 
 
 def _parts(value: torch.Tensor) -> str:
-    """Text of what a tensor that is made of others (sharded, quantized) says of itself beyond its sizes; nothing of a plain one."""
+    """Return a text for the inner tensors and context of a wrapper tensor (sharded, quantized); empty for a plain tensor."""
     if not is_wrapper(value):
         return ""
     names, context = value.__tensor_flatten__()  # type: ignore[attr-defined]
-    # A part may be no tensor: a mesh of devices is one of DTensor's.
+    # A part need not be a tensor: DTensor has a device mesh.
     parts = [getattr(value, name) for name in names]
     inner = [
         (part.dtype, tuple(part.shape), part.stride(), _parts(part)) if isinstance(part, torch.Tensor) else repr(part) for part in parts
@@ -87,12 +86,12 @@ def _identity(value: torch.Tensor) -> str:
 
 
 def identities(examples: Sequence[Any]) -> str:
-    """The parameters among the arguments, as text."""
+    """Return the identities of the parameters among the arguments, as text."""
     return ",".join(_identity(value) for value in examples if isinstance(value, torch.Tensor))
 
 
 def fingerprint(module: fx.GraphModule, fakes: Sequence[Any], pages: Mapping[Any, str], key: str) -> str | None:
-    """A key under which a compiled graph may be reused; None where it may not."""
+    """Return a key under which a compiled rewritten graph may be reused; None if it may not."""
     digest = hashlib.sha256(key.encode())
     names: dict[fx.Node, str] = {}
     for index, node in enumerate(module.graph.nodes):

@@ -3,12 +3,12 @@
 before:  ... norm, linear, append, attend, linear, ... norm, linear, append, attend, linear, ...
 after:   ... invoke_subgraph(layer, x, weights, planes) -> invoke_subgraph(layer, x, weights, planes) -> ...
 
-Layers are found by what they do, not by their names: a stretch of nodes with an attention of ours in it that follows itself, node for
-node, with operands of the same kind from outside. Where operands share memory that a layer writes, or a layer returns a view of what
-it was given, nothing is folded.
+Layers are found by their operations, not by their names: a run of nodes with an attention of ours that is followed by equal runs, node
+for node, with outside operands of the same kind. Nothing is folded if operands share memory that a layer writes, or if a layer
+returns a view of one of its operands.
 
-AOTAutograd finds no functional form of an operation of ours that writes inside of a region: such operations stay between the regions,
-which then reach from one layer's to the next one's:
+AOTAutograd cannot functionalise an operation of ours that writes inside of a region: such operations stay between the regions, and each
+region extends from one layer's write to the next layer's:
 
 after:   ... norm, linear, append -> invoke_subgraph(attend, linear, norm, linear) -> append -> invoke_subgraph(...) -> append ...
 """
@@ -29,14 +29,14 @@ from torch import fx
 from kvcompile.lowering.host.torch_api import OpOverload
 
 LEAST_LAYERS = 2
-"""Layers that make folding worth it."""
+"""Fewest layers that are folded."""
 MOST_CANDIDATES = 8
-"""Stretches that are looked at node for node."""
+"""Most candidate repetitions that are compared node for node."""
 
 
 @dataclass(frozen=True)
 class RepeatedLayers:
-    """``count`` runs of ``length`` nodes each, each ``stride`` nodes behind the one before, the first at ``start``."""
+    """``count`` runs of ``length`` nodes each, the first at ``start``, each ``stride`` nodes after the one before."""
 
     start: int
     length: int
@@ -45,22 +45,22 @@ class RepeatedLayers:
 
     @property
     def saved(self) -> int:
-        """Nodes that need not be compiled."""
+        """Number of nodes that folding saves from compilation."""
         return self.length * (self.count - 1)
 
 
 @dataclass(frozen=True)
 class LayerText:
-    """One run as text, with what it takes from outside in the order of first use."""
+    """One run as text, with its operands from outside, in order of first use."""
 
     text: tuple[str, ...]
     operands: tuple[fx.Node, ...]
 
 
 def fold_into_regions(module: fx.GraphModule, fakes: Sequence[Any], writers: Container[Any] = ()) -> int:
-    """Fold the longest stretch of equal layers of a graph in place; return how many layers it has, 0 where none are equal.
+    """Fold the longest sequence of equal layers of a graph in place; return the number of folded layers, 0 if none are equal.
 
-    ``fakes``: the fake arguments of the graph. ``writers``: functions of ours that become operations which write when they are traced.
+    ``fakes``: the fake arguments of the graph. ``writers``: functions of ours that trace to operations with mutated operands.
     """
     for node, fake in zip(module.graph.find_nodes(op="placeholder"), fakes, strict=True):
         node.meta.setdefault("val", fake)
@@ -73,7 +73,7 @@ def fold_into_regions(module: fx.GraphModule, fakes: Sequence[Any], writers: Con
     for repeated in sorted(_repetitions(nodes, kinds), key=lambda known: (-known.saved, known.start))[: 4 * MOST_CANDIDATES]:
         starts = [(_left(nodes, moved), moved.start) for moved in _moved(kinds, repeated)]
         fewest = [start for left, start in starts if left == min(starts)[0]]
-        # The first run may take something else than the others.
+        # The first run may have other operands than the rest.
         found += [(-repeated.saved, min(starts)[0], start, repeated) for start in {*fewest[:1], *fewest[-1:]}]
     for _, _, start, repeated in sorted(found, key=lambda known: known[:3])[:MOST_CANDIDATES]:
         moved = _between_writers(nodes, replace(repeated, start=start), writers)
@@ -85,7 +85,7 @@ def fold_into_regions(module: fx.GraphModule, fakes: Sequence[Any], writers: Con
 
 
 def _compute(node: fx.Node) -> None:
-    """Note the value of arithmetic of sizes, which nothing else says of nodes that a rewrite added."""
+    """Store the value of a node of size arithmetic in its meta; nodes that a rewrite added have none."""
     args = fx.node.map_arg(node.args, lambda item: item.meta.get("val"))
     if all(isinstance(item, (int, torch.SymInt)) for item in args) and callable(node.target):
         node.meta["val"] = node.target(*args)
@@ -101,13 +101,13 @@ def _described(value: Any) -> str:
 
 
 def _kind(node: fx.Node) -> str:
-    """Return a node's operation as text, without its operands."""
+    """Return a node's operation and result form as text, without its operands."""
     value = node.meta.get("val")
     return f"{node.target} {_described(value) if isinstance(value, torch.Tensor) else ''}"
 
 
 def _ours(node: fx.Node) -> bool:
-    """Whether a node is an operation of this package."""
+    """Return whether a node is an operation or function of this package."""
     target = node.target
     return target.namespace == "kvcompile" if isinstance(target, OpOverload) else (
         str(getattr(target, "__module__", "")).startswith("kvcompile.")
@@ -115,7 +115,7 @@ def _ours(node: fx.Node) -> bool:
 
 
 def _repetitions(nodes: Sequence[fx.Node], kinds: Sequence[str]) -> Iterator[RepeatedLayers]:
-    """Give the stretches that could repeat: an operation of ours that comes again at equal distances, with what is alike around it."""
+    """Yield candidate repetitions: equal operations of ours at equal distances."""
     places: dict[str, list[int]] = defaultdict(list)
     for at, node in enumerate(nodes):
         if _ours(node):
@@ -130,12 +130,12 @@ def _repetitions(nodes: Sequence[fx.Node], kinds: Sequence[str]) -> Iterator[Rep
 
 
 def _runs(where: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Give (first place, distance, count) for all that lie at equal distances, without gaps."""
+    """Yield (first index, distance, count) for each maximal sequence of equal distances, also without its first or last element."""
     begin = 0
     for at in range(1, len(where)):
         last = at == len(where) - 1
         if last or where[at + 1] - where[at] != where[at] - where[at - 1]:
-            # What stands around the first and the last may be different.
+            # The nodes around the first and the last may differ.
             for first, end in ((begin, at), (begin + 1, at), (begin, at - 1), (begin + 1, at - 1)):
                 if end - first + 1 >= LEAST_LAYERS:
                     yield where[first], where[at] - where[at - 1], end - first + 1
@@ -143,7 +143,7 @@ def _runs(where: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 
 def _moved(kinds: Sequence[str], repeated: RepeatedLayers) -> Iterator[RepeatedLayers]:
-    """Give the stretches of the same runs that begin at or before ``repeated``, as far as their nodes do the same."""
+    """Yield ``repeated`` shifted to begin at or before its start, as far as the nodes of its runs are alike."""
     def alike(offset: int) -> bool:
         at = [repeated.start + number * repeated.length + offset for number in range(repeated.count)]
         return at[0] >= 0 and at[-1] < len(kinds) and all(kinds[place] == kinds[at[0]] for place in at)
@@ -159,19 +159,19 @@ def _moved(kinds: Sequence[str], repeated: RepeatedLayers) -> Iterator[RepeatedL
 
 
 def _between_writers(nodes: Sequence[fx.Node], repeated: RepeatedLayers, writers: Container[Any]) -> RepeatedLayers:
-    """Return the longest part of a run, or of two that follow each other, in which no operation of ours writes."""
+    """Return the longest part of a run, or of two consecutive runs, without an operation of ours that writes."""
     def writes(node: fx.Node) -> bool:
         return node.target._schema.is_mutable and _ours(node) if isinstance(node.target, OpOverload) else node.target in writers
 
     places = [at for at, node in enumerate(_members(nodes, repeated, 0)) if writes(node)]
     if not places:
         return repeated
-    # From one writer to the next; the last gap reaches into the following run, which the last run does not have.
+    # Gaps from one writer to the next; the last gap extends into the following run, which the last run does not have.
     gaps = [(behind - at - 1, at + 1) for at, behind in itertools.pairwise([*places, places[0] + repeated.stride])]
     length, start = max(gaps)
     count = repeated.count - (start > places[-1])
     found = RepeatedLayers(repeated.start + start, length, count, repeated.stride)
-    # What is only made ready for the writer, a view of what the region was given, stays with it.
+    # A view of the region's operands that only prepares the write stays with the writer.
     members = _members(nodes, found, 0)
     while length and _is_view_or_unknown(members[length - 1]):
         length -= 1
@@ -184,14 +184,14 @@ def _members(nodes: Sequence[fx.Node], repeated: RepeatedLayers, number: int) ->
 
 
 def _left(nodes: Sequence[fx.Node], repeated: RepeatedLayers) -> int:
-    """How many results of the second run are used outside of it."""
+    """Return the number of results of the second run that are used outside of it."""
     members = _members(nodes, repeated, 1)
     inside = set(members)
     return sum(any(user not in inside for user in node.users) for node in members)
 
 
 def _outputs(nodes: Sequence[fx.Node], repeated: RepeatedLayers) -> list[int]:
-    """The places in a run whose results are used outside of it, in any run, and are none of its operands."""
+    """Return the indices in a run whose results are used outside of it, in any run, without results that are whole operands."""
     found = set()
     for number in range(repeated.count):
         members = _members(nodes, repeated, number)
@@ -201,14 +201,14 @@ def _outputs(nodes: Sequence[fx.Node], repeated: RepeatedLayers) -> list[int]:
 
 
 def _operands_given_back(members: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Nodes that give a whole operand back, written in place or as it was, each with that operand."""
+    """Return the nodes whose result is a whole operand, mutated or unchanged, each with that operand."""
     inside = set(members)
     operands = {_whole(node): node for member in members for node in member.all_input_nodes if node not in inside}
     return {node: operands[_whole(node)] for node in members if isinstance(node.meta.get("val"), torch.Tensor) and _whole(node) in operands}
 
 
 def _whole(node: fx.Node) -> Any:
-    """Return a key that two names of one tensor share."""
+    """Return a key that is equal for two nodes of one tensor: memory, offset and form."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return node
@@ -216,7 +216,7 @@ def _whole(node: fx.Node) -> Any:
 
 
 def _layers(nodes: Sequence[fx.Node], repeated: RepeatedLayers) -> list[LayerText]:
-    """Return the runs, where they do the same with operands of the same kind; none where they do not."""
+    """Return the runs as text, or an empty list if they differ in operations or kinds of operands."""
     layers: list[LayerText] = []
     for number in range(repeated.count):
         layer = _spelled(_members(nodes, repeated, number))
@@ -248,12 +248,12 @@ def _text(value: Any, name: Any) -> str:
 
 
 def _same_operands(one: LayerText, other: LayerText) -> bool:
-    """Whether operands have the same shapes, strides and devices; what nothing is known of must be the very same."""
+    """Return whether operands have equal shapes, strides and devices; operands without known form must be identical."""
     if len(one.operands) != len(other.operands):
         return False
     for a, b in zip(one.operands, other.operands, strict=True):
         values = [node.meta.get("val") for node in (a, b)]
-        # A length that only this layer has: what depends on it has no known shape, or the layers' texts would differ.
+        # A symbolic length of one layer only: values that depend on it have no known shape, or the layers' texts would differ.
         lengths = all(isinstance(value, torch.SymInt) and not value.node.expr.is_number for value in values)
         if a is not b and not lengths and (not (texts := _described(values[0])) or texts != _described(values[1])):
             return False
@@ -264,18 +264,22 @@ def _same_operands(one: LayerText, other: LayerText) -> bool:
 
 
 def _memory(node: fx.Node) -> Any:
-    """Return a key that values share which share memory; a value that nothing is known of shares none with others."""
+    """Return a key that is equal for nodes whose values share memory; a node without a known tensor shares memory with none."""
     value = node.meta.get("val")
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else node
 
 
 def _is_view_or_unknown(node: fx.Node) -> bool:
-    """Whether a node's result shares memory with one of its operands, or is not known to be a tensor."""
+    """Return whether a node's result shares memory with one of its operands, or is not known to be a tensor."""
     return not isinstance(node.meta.get("val"), torch.Tensor) or _memory(node) in {_memory(given) for given in node.all_input_nodes}
 
 
 def _apart(nodes: Sequence[fx.Node], repeated: RepeatedLayers, layers: Sequence[LayerText], outputs: Sequence[int]) -> bool:
-    """Whether no run is given memory twice that it writes, nor a part of a tensor from its middle, nor returns memory that it was given."""
+    """Return whether all runs can be folded safely.
+
+    No operand that a run writes shares memory with another of its operands, no operand is a view at an offset, and the outputs are tensors
+    that share no memory with each other or with operands.
+    """
     for number, layer in enumerate(layers):
         members = _members(nodes, repeated, number)
         given: dict[Any, list[fx.Node]] = defaultdict(list)
@@ -296,9 +300,9 @@ def _apart(nodes: Sequence[fx.Node], repeated: RepeatedLayers, layers: Sequence[
 
 
 def _written(node: fx.Node) -> Iterator[fx.Node]:
-    """Give the operands that a node may write."""
+    """Yield the operands that a node may write."""
     if not isinstance(node.target, OpOverload):
-        # A body of ours, which writes planes; what else it takes is none's.
+        # An eager body of ours, which may write any plane that it is given.
         yield from node.all_input_nodes
         return
     for number, argument in enumerate(node.target._schema.arguments):
@@ -314,9 +318,9 @@ def _written(node: fx.Node) -> Iterator[fx.Node]:
 def _replace(
     module: fx.GraphModule, nodes: Sequence[fx.Node], repeated: RepeatedLayers, layers: Sequence[LayerText], outputs: Sequence[int]
 ) -> None:
-    """Put a call of one region in place of each run."""
+    """Replace each run by a call of one region."""
     graph = module.graph
-    # Torch keeps what it traced by this name: equal names are equal regions.
+    # Torch caches traces by this name, so equal names must mean equal regions.
     texts = [*layers[0].text, *(_described(operand.meta.get("val")) for operand in layers[0].operands), str(outputs)]
     name = f"kvcompile_layer_{hashlib.sha256(chr(10).join(texts).encode()).hexdigest()[:16]}"
     setattr(module, name, _region(module, _members(nodes, repeated, 0), layers[0], outputs))
@@ -329,7 +333,7 @@ def _replace(
             call = graph.call_function(torch.ops.higher_order.invoke_subgraph, (region, name, *given))
             inside = set(members)
             for node, operand in _operands_given_back(members).items():
-                # Who reads it behind the call finds it written.
+                # A reader after the call sees the operand as the region wrote it.
                 node.replace_all_uses_with(operand, delete_user_cb=lambda user, inside=inside: user not in inside)  # type: ignore[misc]
             for place, at in enumerate(outputs):
                 result = graph.call_function(operator.getitem, (call, place))
@@ -342,7 +346,7 @@ def _replace(
 
 
 def _region(module: fx.GraphModule, members: Sequence[fx.Node], layer: LayerText, outputs: Sequence[int]) -> fx.GraphModule:
-    """One run as a graph of its own, from its operands to its outputs."""
+    """Return one run as a graph of its own, from its operands to its outputs."""
     graph, env = fx.Graph(), {}
     for at, operand in enumerate(layer.operands):
         env[operand] = graph.placeholder(f"x{at}")

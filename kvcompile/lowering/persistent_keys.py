@@ -1,7 +1,7 @@
-"""Persistent keys: what was found to hold once, in files beside Inductor's cache, so that no new process has to find it out again.
+"""Persistent keys: results of checks that hold, in files beside Inductor's cache, so that a new process need not check again.
 
-A key counts for the sources of this package and the version of torch that it was found with. Nothing is kept where Inductor keeps
-nothing (``force_disable_caches``, or ``fx_graph_cache`` off).
+A key is valid for the package sources and the torch version that it was stored with. Nothing is stored if Inductor's caches are off
+(``force_disable_caches``, or ``fx_graph_cache`` off).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SOURCES = (*SALTED, "runtime", "validation")
 
 
 class PersistentKeys:
-    """A set of keys that outlasts the process; ``kind`` names what they are keys of."""
+    """A set of keys that outlasts the process; ``kind`` is the name of the set."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -27,7 +27,7 @@ class PersistentKeys:
         return _kept() and self._file(key).exists()
 
     def add(self, key: str) -> None:
-        """Keep a key; where the folder cannot be written it is forgotten with the process."""
+        """Store a key; a folder that cannot be written is ignored, and the key is lost."""
         if not _kept():
             return
         file = self._file(key)
