@@ -1,6 +1,6 @@
-"""Which kernel runs an ``attend``: the kernels of each device in order, and why one does not know a site.
+"""Kernels for ``attend``: those of each device in order of preference, and why one does not support a site.
 
-Inductor's lowering, ``explain``, ``dump`` and the report all ask ``choose``, so that none of them names a kernel that does not run.
+Inductor's lowering, ``explain``, ``dump`` and the report all ask ``choose``, so that each names the kernel that really runs.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 @dataclasses.dataclass(frozen=True)
 class AttendFacts:
-    """The facts that choose a kernel: the device, both slots with their schemes' texts, and which optional operands are given.
+    """The facts that choose a kernel: device, both slots with their schemes' texts, and flags for the optional operands.
 
-    ``rows``: rows of queries of a kv head, where they are many; None where they are few, or where only Inductor will know.
-    ``one``: what the Gluon kernel asks beside, where one token of a batch row is new and the settings let it be chosen.
+    ``rows``: query rows of a kv head if they are many; None if they are few, or known only to Inductor.
+    ``one``: further facts for the Gluon kernel, if each batch row has one new token and the settings admit that kernel; otherwise None.
     """
 
     device: str
@@ -52,10 +52,10 @@ class AttendFacts:
 
 @dataclasses.dataclass(frozen=True)
 class AttendKernel:
-    """A kernel of one device, or of any.
+    """A kernel for ``attend`` on one device, or on any (``device`` None).
 
-    ``gap``: why the kernel does not know an attention, None where it does. ``lower``: the attention as a box of Inductor's; None where
-    strides are such that the next kernel has to. ``many``: whether the kernel is for many rows of queries only; ``one``: for one new token.
+    ``gap``: returns why the kernel does not support an attention, None if it does. ``lower``: returns the result as a box of Inductor's;
+    None if the operands' strides require the next kernel. ``many``: only for many query rows; ``one``: only for one new token.
     """
 
     name: str
@@ -66,7 +66,7 @@ class AttendKernel:
     one: bool = False
 
     def serves(self, facts: AttendFacts) -> bool:
-        """Whether attentions of this kind are the kernel's business at all."""
+        """Return whether the kernel is meant for attentions of this device and number of rows."""
         asked = (not self.many or facts.rows is not None) and (not self.one or facts.one is not None)
         return self.device in {None, facts.device} and asked
 
@@ -121,7 +121,7 @@ def _prefill_gap(facts: AttendFacts) -> str | None:
 
 
 def _decodes_chunks(facts: AttendFacts) -> bool:
-    """Whether chunks of both slots can be decoded, which is how many rows attend to what stands in tables."""
+    """Return whether both slots, with table codes, can be decoded in chunks, which the prefill template needs for many rows."""
     slots = zip(Role, facts.slots, strict=True)
     shapes = [(text, role, slot.head_dim, schemes.parse(text).format(slot).word_dtype, facts.dtype) for role, (text, slot) in slots]
     return all(chunk_slot(*shape) is not None for shape in shapes) and facts.page_rows % TOKENS == 0
@@ -179,11 +179,11 @@ CPP = AttendKernel("Inductor C++ template", "cpu", _cpu_gap, _lower_cpu)
 EAGER = AttendKernel("eager body", None, lambda facts: None, _lower_eager)
 
 KERNELS = (PREFILL, GLUON, DECODE, CPP, EAGER)
-"""In the order in which they are asked."""
+"""All kernels, best first."""
 
 
 def kernels_for(facts: AttendFacts) -> Iterator[tuple[AttendKernel, str | None]]:
-    """The kernels that know the attention, the best first, each with why one before it does not, where there is one."""
+    """Yield the kernels that support the attention, best first, each with the reason why an earlier one does not, or None."""
     why = None
     for kernel in KERNELS:
         if kernel.serves(facts):
@@ -194,12 +194,12 @@ def kernels_for(facts: AttendFacts) -> Iterator[tuple[AttendKernel, str | None]]
 
 
 def choose(facts: AttendFacts) -> tuple[AttendKernel, str | None]:
-    """The first kernel that knows the attention, and why the one before it does not, where there is one."""
+    """Return the first kernel that supports the attention, and the reason why an earlier one does not, or None."""
     return next(kernels_for(facts))
 
 
 def facts_of(node: fx.Node, device: str, slots: Mapping[str, SlotSpec]) -> AttendFacts:
-    """The facts of an ``attend`` node of a rewritten graph; ``slots``: those of its stores by their schemes' texts."""
+    """Return the facts of an ``attend`` node of a rewritten graph; ``slots``: its stores' slots by scheme text."""
     args, kwargs = cast(Any, (node.args, node.kwargs))
     given: AttendOperands[Any] = AttendOperands(*args, **kwargs)
     pair = tuple(
@@ -219,7 +219,10 @@ def facts_of(node: fx.Node, device: str, slots: Mapping[str, SlotSpec]) -> Atten
 
 
 def kernel_lines(graph: fx.Graph, device: str, slots: Mapping[str, SlotSpec], sites: int, compiled: bool = True) -> str:
-    """Which operations the ``sites`` of a rewritten graph became and what runs them, counted; not ``compiled``: by eager bodies."""
+    """Return a text that counts the operations for the ``sites`` of a rewritten graph, with the code that runs each.
+
+    Not ``compiled``: eager bodies run them.
+    """
     found: Counter[str] = Counter()
     attends, own = 0, {plugin.operation: plugin for plugin in plugins()}
     for node in graph.nodes:
@@ -233,7 +236,7 @@ def kernel_lines(graph: fx.Graph, device: str, slots: Mapping[str, SlotSpec], si
         elif node.target is report_site:
             found[f"report_site ({'tensor code' if device == 'cuda' and compiled else 'eager body'})"] += 1
     appends = sum(node.target in {ops.append, ops.append_window} for node in graph.nodes)
-    # Other attentions of the graph may be SDPA too; of the sites it is those that have no attend.
+    # SDPA may also be called elsewhere in the graph; sites without an attend are the ones to count.
     found["scaled_dot_product_attention"] = sites - attends
     found[f"append ({'compiled with the graph' if compiled else 'eager body'})"] = appends
     return ", ".join(f"{count} x {name}" for name, count in found.items() if count)

@@ -1,7 +1,6 @@
-"""Registers Inductor's lowerings of our operations: one entry, dispatching by device.
+"""Registers Inductor's lowerings of our operations: one entry for each, which dispatches by device.
 
-The lowerings themselves are imported only when a graph on their device is compiled, so that a machine
-without Triton never needs it.
+The lowerings are imported only when a graph on their device is compiled, so that a machine without Triton works.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from kvcompile.types import Role, SlotSpec
 
 
 def _facts(operands: AttendOperands[Any]) -> AttendFacts:
-    """The facts of an ``attend`` that Inductor lowers."""
+    """Return the facts of an ``attend`` that Inductor lowers, from its boxes."""
     q, keys, values = operands.q, operands.keys, operands.values
     heads = static(values[0].get_size()[2])
     slots = tuple(
@@ -50,7 +49,7 @@ def _many_rows(operands: AttendOperands[Any]) -> int | None:
 
 def _lower_attend(*args: Any, **kwargs: Any) -> Any:
     operands: AttendOperands[Any] = AttendOperands(*args, **kwargs)
-    # The first kernel may still find strides that it does not know.
+    # A kernel's lowering may still refuse strides that it does not support.
     made = (kernel.lower(operands) for kernel, _ in kernels_for(_facts(operands)))
     return next(box for box in made if box is not None)
 
@@ -74,7 +73,7 @@ def _lower_append_window(*operands: Any) -> Any:
 
 
 def install() -> None:
-    """Make Inductor lower our operations with templates and kernels of ours; calling it again adds plugins that are new."""
+    """Register our lowerings with Inductor; calling it again adds new plugins."""
     _install_shared()
     for plugin in plugins():
         _install_plugin(plugin)
@@ -87,7 +86,7 @@ def _install_plugin(plugin: AttentionPlugin) -> None:
 
 @functools.cache
 def _install_shared() -> None:
-    # An output module that comes from Inductor's cache on disk calls these operations, and nothing is lowered that would define them.
+    # An output module from Inductor's cache on disk calls these operations without any lowering that would define them.
     importlib.import_module("kvcompile.lowering.gluon.launch")
     importlib.import_module("kvcompile.lowering.prefill.chunked")
     register_lowering(ops.attend, type_promotion_kind=None)(_lower_attend)

@@ -1,7 +1,7 @@
-"""The attend kernel that a site of a rewritten graph gets on a GPU, chosen without one.
+"""The attend kernel that a site of a rewritten graph gets on a GPU, chosen on a machine without one.
 
-The choices that Inductor's lowerings make (``decode.lower``, ``prefill.lower``), read from the fake values of an ``attend``
-node in place of Inductor's buffers, and with the multiprocessors of a named architecture in place of a device's.
+Makes the choices of Inductor's lowerings (``decode.lower``, ``prefill.lower``) from the fake values of an ``attend`` node
+instead of Inductor's buffers, and with a named architecture's number of multiprocessors instead of a device's.
 """
 
 from __future__ import annotations
@@ -28,49 +28,49 @@ from kvcompile.lowering.prefill.tiles import choose_cut
 from kvcompile.types import PAGE, KernelFormat, Role, SlotSpec
 
 MULTIPROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148}
-"""Of an A100, an H100 or H200, a B200: only the number of splits depends on it."""
+"""Multiprocessors of an A100, an H100 or H200, a B200; only the number of splits depends on them."""
 
 SHARED_MEMORY = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448}
-"""Bytes that one program may have, of the same."""
+"""Bytes of shared memory that one program may use, by architecture."""
 
 
 @dataclass(frozen=True)
 class SiteKernel:
-    """One kernel and the sizes that it is rendered for: batch rows B and new tokens S."""
+    """One decode kernel, with the sizes that it is rendered for: batch rows B and new tokens S."""
 
     config: AttendConfig
     batch: int
     queries: int
 
     def source(self) -> str:
-        """The Triton module."""
+        """Return the Triton module."""
         return attend_source(self.config, self.batch, self.queries)
 
     def compiled(self, arch: str) -> list[dict[str, str | bytes]]:
-        """Compile the kernel offline, by ``offline.compile_offline``."""
+        """Return the stages of the kernel, compiled offline for ``arch`` (``decode.offline.compile_offline``)."""
         return [compile_offline(self.source(), self.config, arch)]
 
 
 @dataclass(frozen=True)
 class PrefillSite:
-    """One kernel of the template for many rows."""
+    """One kernel of the template for many rows, with the sizes that it is rendered for."""
 
     config: PrefillConfig
     batch: int
     queries: int
 
     def source(self) -> str:
-        """The Triton module."""
+        """Return the Triton module."""
         return prefill_offline.prefill_source(self.config, self.batch, self.queries)
 
     def compiled(self, arch: str) -> list[dict[str, str | bytes]]:
-        """Compile the kernel offline, by ``prefill.offline.compile_offline``."""
+        """Return the stages of the kernel, compiled offline for ``arch`` (``prefill.offline.compile_offline``)."""
         return [prefill_offline.compile_offline(self.source(), self.config, arch, self.batch, self.queries)]
 
 
 @dataclass(frozen=True)
 class ChunkedSite:
-    """The two kernels of a site with very many rows over codes (``chunked``)."""
+    """The two kernels of a site with very many query rows, which decodes codes by chunks (``chunked``)."""
 
     config: PrefillConfig
     batch: int
@@ -78,25 +78,25 @@ class ChunkedSite:
 
     @property
     def kernels(self) -> tuple[chunked.ChunkKernel, chunked.ChunkKernel]:
-        """Return two kernels: the one that decodes a chunk, and the one that attends to it."""
+        """The two kernels: one decodes a chunk, one attends to it."""
         return chunked.decoder(self.config), chunked.attender(self.config)
 
     def source(self) -> str:
-        """Both Triton modules, one after the other."""
+        """Return both Triton modules, concatenated."""
         return "\n".join(kernel.source for kernel in self.kernels)
 
     def compiled(self, arch: str) -> list[dict[str, str | bytes]]:
-        """``ttgir``, ``ptx`` and ``cubin`` of each."""
+        """Return ``ttgir``, ``ptx`` and ``cubin`` of each kernel, compiled for ``arch``."""
         return [kernel.compiled(arch) for kernel in self.kernels]
 
 
 def attends(module: fx.GraphModule) -> list[fx.Node]:
-    """The attend nodes of a rewritten graph, in order."""
+    """Return the attend nodes of a rewritten graph, in order."""
     return list(module.graph.find_nodes(op="call_function", target=ops.attend))
 
 
 def site_kernel(node: fx.Node, arch: str, hint: Callable[[Any], int]) -> SiteKernel | PrefillSite | ChunkedSite:
-    """The kernel of one ``attend`` node whose operands carry fake values; ``hint`` makes sizes plain numbers."""
+    """Return the kernel of one ``attend`` node whose operands carry fake values; ``hint`` turns sizes into plain integers."""
     values_of: Any = fx.node.map_arg((node.args, node.kwargs), lambda item: item.meta["val"])
     given: AttendOperands[torch.Tensor] = AttendOperands(*values_of[0], **values_of[1])
     q, keys, values, exact_newest, base, rope = given.q, given.keys, given.values, given.exact_newest, given.base, given.rope
@@ -125,7 +125,7 @@ def site_kernel(node: fx.Node, arch: str, hint: Callable[[Any], int]) -> SiteKer
     rows = queries * group
     many = None
     if rope is None and given.bias is None:
-        # First tokens are summed apart there, and a mask hides their codes.
+        # The prefill template sums first tokens separately, and masks their codes.
         masks = dataclasses.replace(config.masks, keep=True, keep_per_batch=config.masks.keep_per_batch or given.exact_first_at is not None)
         apart = dataclasses.replace(config, masks=masks) if given.exact_first else config
         many = _many_rows(apart, rows, hint(keys[0].shape[3]) if paged else 1)
@@ -146,7 +146,7 @@ def site_kernel(node: fx.Node, arch: str, hint: Callable[[Any], int]) -> SiteKer
 
 
 def _many_rows(config: AttendConfig, rows: int, page_rows: int) -> PrefillConfig | None:
-    """The attention as the template for many rows takes it, None where the rows are few or it does not know all of it."""
+    """Return the attention as the template for many rows takes it; None if rows are few or the template does not support it."""
     if rows < prefill_tiles.FEWEST_ROWS or config.one_query:
         return None
     many = PrefillConfig(
@@ -163,13 +163,13 @@ def _many_rows(config: AttendConfig, rows: int, page_rows: int) -> PrefillConfig
 
 
 def _half(planes: Sequence[torch.Tensor], fmt: KernelFormat) -> list[torch.Tensor]:
-    """Scales and zero points where all of them are float16."""
+    """Return scales and zero points if all of them are float16, otherwise an empty list."""
     found = list(planes[1 : 1 + fmt.scaled + fmt.zeros])
     return found if all(plane.dtype == torch.float16 for plane in found) else []
 
 
 def _scale_pack(planes: list[torch.Tensor], hint: Callable[[Any], int]) -> int:
-    """How many scales of a row are loaded at once: all, where they are two or four float16."""
+    """Return how many scales of a row are loaded as one word: all if they are two or four float16, otherwise 1."""
     scales = hint(planes[0].shape[-1]) if planes else 1
     return scales if scales in {2, 4} else 1
 
