@@ -1,14 +1,14 @@
-"""How appends stand in a graph that is compiled: as their bodies, or on CUDA as kernels, keys and values in one launch where they can.
+"""Appends in a compiled graph: traced bodies or, on CUDA, kernels, keys and values in one launch if possible.
 
-``append``         ``rows``, one token or many: the body is some forty nodes a slot, half of what a layer of a decode step
-                   has, and becomes four kernels where this is one launch for keys and values. The kernel of a scheme's own where it
-                   encodes by a constant plane, thresholds or scales (``Scheme.append_kernel``), a launch a slot.
-``append_window``  one token: ``window_token`` or the kernel of a scheme's own plugin; more: ``window_blocks``, or else the operation as it
-                   is.
+``append``         ``rows``, one token or many: the body is some forty nodes a slot, half of a decode step's nodes in a layer, and
+                   becomes four kernels, in place of one launch for keys and values. If the scheme encodes by a constant plane,
+                   thresholds or scales, its own kernel (``Scheme.append_kernel``), one launch a slot.
+``append_window``  one token: ``window_token`` or the kernel of the scheme's own plugin; more: ``window_blocks``, or else the operation
+                   is left in the graph.
 
-What else the kernels do not know is the body's. Many tokens into a window are not traced even there: encoding with calibrated
-planes is hundreds of nodes a layer, for which a model of 32 layers compiled above five minutes, and a prefill runs once.
-Two appends are one call where nothing between them could tell: ``pair``.
+Other appends are traced by their bodies, except many tokens into a window: encoding with calibrated planes is hundreds of nodes a layer,
+with which a model of 32 layers compiled for more than five minutes, and a prefill runs once.
+``pair`` makes one call of two appends if no node between them can observe the difference.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ from kvcompile.lowering.ops import operations as ops
 from kvcompile.lowering.ops.append_window import one_token
 
 TABLED_OPERANDS, WINDOW_CALL = 6, 5
-"""Operands of ``append`` with thresholds or given scales, of ``append_window`` without them; the kernels of windows know neither."""
+"""Number of operands of ``append`` with a table or given scales, and of ``append_window`` without; window kernels support neither."""
 
 Appended = tuple[torch.Tensor, torch.Tensor] | None
 
 
 def append_traced(*operands: Any) -> None:
-    """``append`` in a compiled graph."""
+    """Run ``append`` in a compiled graph, by kernels or its body."""
     _rows([operands])
 
 
 def append_window_traced(*operands: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """``append_window`` in a compiled graph."""
+    """Run ``append_window`` in a compiled graph, by kernels or its body."""
     return _windows([operands])[0]
 
 
 def append_both(*operands: Any) -> None:
-    """Two ``append`` in a compiled graph, the operands of one behind those of the other."""
+    """Run two ``append`` in a compiled graph; the operands are those of the first, then those of the second."""
     _rows(_halves(operands))
 
 
 def append_window_both(*operands: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Two ``append_window`` in a compiled graph, the operands of one behind those of the other."""
+    """Run two ``append_window`` in a compiled graph; the operands are those of the first, then those of the second."""
     return _windows(_halves(operands))
 
 
 def _halves(operands: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-    """The operands of two calls that have as many each."""
+    """Split the operands of two calls with equal numbers of operands."""
     count = len(operands) // 2
     return [operands[:count], operands[count:]]
 
@@ -66,7 +66,7 @@ def _rows(calls: list[tuple[Any, ...]]) -> None:
     if x.device.type == "cuda":
         from kvcompile.lowering.append.rows import Rows, fits
 
-        # The kernels know no padding: what shares scales among tokens is the body's anyway.
+        # The kernels do not take padding: schemes whose tokens share scales use the body anyway.
         slots = [Rows(*call[:ROW_OPERANDS]) for call in calls]
         if all(len(call) == ROW_OPERANDS for call in calls) and all(fits(slot) and slot.x.shape[0] == x.shape[0] for slot in slots):
             kernel = append_ops.append_kernel if len(calls) == 1 else append_ops.append_kernel_pair
@@ -81,7 +81,7 @@ def _rows(calls: list[tuple[Any, ...]]) -> None:
 
 
 def _tabled(call: tuple[Any, ...]) -> None:
-    """One ``append``, by the kernel that its scheme brings for its constant plane where that knows the call, else by its body."""
+    """Run one ``append``, by its scheme's own kernel for a constant plane if that supports the call, else by its body."""
     if len(call) == TABLED_OPERANDS and call[4] is None and len(call[5]) == 1:
         x, planes, pos, scheme, _, (constant,) = call
         own = append_of(scheme)
@@ -111,8 +111,8 @@ def _windows(calls: list[tuple[Any, ...]]) -> list[tuple[torch.Tensor, torch.Ten
 
 
 def _window_kernels(slots: list[Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The results of ``append_window`` of one slot or two that the kernels know."""
-    # The clock is read before it moves on.
+    """Return the results of ``append_window`` of one slot or two, by kernels."""
+    # The origins are read from the clock before the kernels update it.
     used = [slot.used for slot in slots]
     operands = [
         operand for slot in slots for operand in (
@@ -128,9 +128,9 @@ BOTH: dict[Any, Any] = {ops.append: append_both, ops.append_window: append_windo
 
 
 def pair(graph: fx.Graph) -> None:
-    """Make one call of two appends of one operation, where the first may as well happen when the second does.
+    """Merge two appends of one operation into one call at the second one's node, if the first may happen as late as that.
 
-    That is where nothing that stands between them uses the first one's results or planes, or changes anything in place.
+    That holds if no node between them uses the first one's results or planes, or changes anything in place.
     """
     for node in list(graph.find_nodes(op="call_function", target=ops.keep_first)):
         _defer(node)
@@ -148,15 +148,15 @@ def pair(graph: fx.Graph) -> None:
         elif _changes(node):
             earlier = {}
         else:
-            # A reader of results is moved along; whoever reads further, or reads the planes, ends what may be paired.
+            # A getitem of the results moves along; any other reader of results or planes ends the pairing.
             earlier = {target: first for target, first in earlier.items() if not _uses(node, first) or _is_result(node, first)}
     graph.lint()
 
 
 def _defer(node: fx.Node) -> None:
-    """Move the operation that keeps first tokens, with the slice that it alone takes, behind appends of ours that follow it.
+    """Move the operation that keeps first tokens, with the slice that only it takes, behind appends of ours that follow it.
 
-    It writes planes of its own: an append may as well come before, but nothing that reads them or changes anything else in place.
+    It writes planes of its own, so it may move past an append, but not past a reader of its planes or other in-place changes.
     """
     own: set[fx.Node] = {node, *node.args[1]}  # type: ignore[misc]
     tokens = node.args[0]
@@ -176,13 +176,13 @@ def _is_result(node: fx.Node, first: fx.Node) -> bool:
 
 
 def _uses(node: fx.Node, first: fx.Node) -> bool:
-    """Whether a node reads what an append gives, or one of its planes."""
+    """Return whether a node reads an append's results or one of its planes."""
     made = {first, *first.users, *(first.args[1])}  # type: ignore[misc]
     return any(item in made for item in node.all_input_nodes)
 
 
 def _changes(node: fx.Node) -> bool:
-    """Whether a node may change memory that is not its own."""
+    """Return whether a node may change memory in place."""
     if getattr(node.target, "__module__", None) in {"_operator", "math"}:
         return False
     schema = getattr(node.target, "_schema", None)
@@ -190,12 +190,12 @@ def _changes(node: fx.Node) -> bool:
 
 
 def _alike(first: fx.Node, second: fx.Node) -> bool:
-    """Whether two appends have all operands in the same places, none by name."""
+    """Return whether two appends have equal numbers of positional operands and no keyword operands."""
     return not first.kwargs and not second.kwargs and len(first.args) == len(second.args)
 
 
 def _join(graph: fx.Graph, first: fx.Node, second: fx.Node) -> None:
-    """One call in the second one's place, and its results for theirs."""
+    """Replace two appends by one call at the second one's node, and their results by the call's."""
     with graph.inserting_before(second):
         both = graph.call_function(BOTH[first.target], (*first.args, *second.args))
         both.meta = dict(second.meta)

@@ -1,4 +1,4 @@
-"""Inductor's lowerings of the operators of ``operations``: one node of kernels each."""
+"""Inductor's lowerings of the operators of ``operations``: each becomes one node with all its kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvcompile.lowering.host.launch_node import lower_launches
 
 
 def lower_append(*operands: Any) -> None:
-    """Add the kernels of ``append_kernel`` or ``append_kernel_pair``; operands are boxes, lists of them and constants."""
+    """Add the kernels of ``append_kernel`` or ``append_kernel_pair``; operands are boxes, lists of boxes and constants."""
     lower_launches(rows_by_kernels, operands, [plane for planes in operands[1::ROW_OPERANDS] for plane in planes])
 
 
@@ -25,6 +25,6 @@ def lower_append_own(*operands: Any) -> None:
 
 
 def lower_append_window(*operands: Any) -> Any:
-    """The newest tokens by ``append_window_kernel``, one box, or by ``append_window_kernel_pair``, two."""
+    """Return the newest tokens: one box for ``append_window_kernel``, a tuple of two for ``append_window_kernel_pair``."""
     newest = lower_launches(windows_by_kernels, operands, [plane for planes in operands[1::WINDOW_OPERANDS] for plane in planes])
     return newest[0] if len(newest) == 1 else tuple(newest)

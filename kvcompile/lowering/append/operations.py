@@ -1,13 +1,13 @@
-"""Operators for appends that are done by kernels of our own: one slot or two, keys and values, in one call.
+"""Operators for appends by kernels of our own: one slot, or keys and values, in one call.
 
-``append_kernel``         what ``append`` says, of many tokens (``rows``)
-``append_window_kernel``  what ``append_window`` says, of one token (``window_token``, or the kernel of a scheme's own plugin) or many
-                          (``window_blocks``), but for the origins in force: they are tensor code that reads the clock before
-``append_own_kernel``     what ``append`` says of tokens that are encoded by a constant plane of their scheme, its table or its scales
+``append_kernel``         ``append`` of one token or many (``rows``)
+``append_window_kernel``  ``append_window`` of one token (``window_token``, or the kernel of a scheme's own plugin) or many
+                          (``window_blocks``), without the origins: tensor code reads these from the clock before
+``append_own_kernel``     ``append`` of tokens that are encoded by a constant plane of their scheme, a table or scales
                           (``Scheme.append_kernel``)
 
-The first two have a form for two slots. They only take what the kernels know (``appends`` asks), run the kernels where they are called,
-and declare every plane that a kernel writes as mutated, none else: a compiled graph functionalizes them and puts them back in place.
+The first two have a form for two slots. They take only operands that the kernels support (``appends`` checks), run the kernels when called,
+and declare exactly the planes that a kernel writes as mutated: a compiled graph functionalises them and makes them in-place again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROWS = "Tensor x{0}, Tensor({1}!)[] planes{0}, Tensor pos{0}, str scheme{0}"
 WINDOW = "Tensor x{0}, Tensor({1}!)[] planes{0}, Tensor? moves{0}, Tensor pos{0}, Tensor? origin{0}, str scheme{0}"
 
 ROW_OPERANDS, WINDOW_OPERANDS = 4, 6
-"""Operands of one slot."""
+"""Number of operands of one slot."""
 
 LIBRARY.define(f"append_kernel({ROWS.format('', 'a')}) -> ()")
 LIBRARY.define(f"append_kernel_pair({ROWS.format('', 'a')}, {ROWS.format('_2', 'b')}) -> ()")
@@ -35,12 +35,12 @@ LIBRARY.define(f"append_window_kernel_pair({WINDOW.format('', 'a')}, {WINDOW.for
 
 
 def _slots(operands: tuple[Any, ...], count: int) -> list[tuple[Any, ...]]:
-    """The operands of each slot."""
+    """Split ``operands`` into those of each slot."""
     return [operands[at : at + count] for at in range(0, len(operands), count)]
 
 
 def rows_by_kernels(launcher: Launcher, *operands: Any) -> list[torch.Tensor]:
-    """Start the kernels of ``append_kernel``; returns nothing."""
+    """Start the kernels of ``append_kernel``; returns an empty list."""
     from kvcompile.lowering.append.rows import Rows, append_rows
 
     append_rows([Rows(*slot) for slot in _slots(operands, ROW_OPERANDS)], launcher)
@@ -48,14 +48,14 @@ def rows_by_kernels(launcher: Launcher, *operands: Any) -> list[torch.Tensor]:
 
 
 def own_by_kernel(launcher: Launcher, *operands: Any) -> list[torch.Tensor]:
-    """Start the kernel of ``append_own_kernel``, the one that the operands' scheme brings; returns nothing."""
+    """Start the kernel of ``append_own_kernel``, which the operands' scheme provides; returns an empty list."""
     own = append_of(operands[-1])
     assert own is not None
     return own.run([operands], launcher)
 
 
 def windows_by_kernels(launcher: Launcher, *operands: Any) -> list[torch.Tensor]:
-    """Start the kernels of ``append_window_kernel``; the newest tokens of each slot."""
+    """Start the kernels of ``append_window_kernel``; returns the newest tokens of each slot."""
     from kvcompile.lowering.append import window_blocks as triton_append_blocks
     from kvcompile.lowering.append import window_token as triton_append
 
@@ -91,7 +91,7 @@ def _rows_meta(*operands: Any) -> None:
 
 
 def written(planes: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the planes of a slot with a window that the kernels write: up to the clock, which stands behind the window."""
+    """Return the planes of a slot with a window that the kernels write: the encoded planes, the window and the clock."""
     return planes[: _encoded(planes) + 2]
 
 

@@ -1,12 +1,12 @@
-"""Rounding as the eager bodies do it, for kernels that encode: neighbors of a stored dtype, and exact quotients.
+"""Rounding as in the eager bodies, for kernels that encode: neighbours in a stored dtype, and exact quotients.
 
-Quotients: Triton's ``/`` is within two units of the last place, and codes are made where quotients meet ties, so
-``div_rn`` is what equals eager. Where the divisor has the 11 significant bits of float16 three instructions give
+Quotients: Triton's ``/`` is within two units of the last place, and a code depends on the rounding of quotients at ties, so only
+``div_rn`` equals eager. If the divisor has float16's 11 significant bits, three instructions give
 the same float32. q = n * r, with r a reciprocal within two units, errs by less than 2^-21 of itself; the remainder
 q * s - n is exact in a fused instruction; q - remainder * r then errs by less than 2^-42 before its own rounding. That
-rounding is the right one, since no quotient lies as close to a midpoint m between two float32: m has 25 bits and its
+rounding is the right one, since no quotient is that close to a midpoint m between two float32: m has 25 bits and its
 last one is set, so m * s has from 25 to 36 bits and n, which has 24, differs from it by at least 2^-36 of itself.
-Nothing underflows where the quotient is not itself below what any code resolves, given the least float16, 2^-24.
+Nothing underflows unless the quotient itself is below the resolution of any code, given the least float16, 2^-24.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -18,26 +18,26 @@ import triton
 import triton.language as tl
 
 MAGIC = tl.constexpr(12582912.0)
-"""1.5 * 2^23: float32 has no bits below one there, so adding it rounds to the nearest integer, ties to even."""
+"""1.5 * 2^23: float32 has no fraction bits at this size, so adding it rounds to the nearest integer, ties to even."""
 
 
 @triton.jit
 def lesser(a, b):
-    """The smaller of two numbers, NaN where one is; ``tl.min`` passes over NaN, and to look for it costs three instructions an element."""
+    """Return the smaller of two numbers, NaN if either is; ``tl.min`` ignores NaN, and a check costs three instructions an element."""
     return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def greater(a, b):
-    """The larger of two numbers, NaN where one is."""
+    """Return the larger of two numbers, NaN if either is."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def quads_of_words(codes, BITS: tl.constexpr, PARTS: tl.constexpr):
-    """Codes int32 [n, D] as words of a byte, four neighbors in an int32: [n, D / PARTS / 4]. ``schemes.asymmetric.pack``.
+    """Pack codes int32 [n, D] into bytes, as ``schemes.asymmetric.pack``, four neighbouring bytes in an int32: [n, D / PARTS / 4].
 
-    Neighbors are one thread's, so the parts of a word, which are not, move between threads four words at a time.
+    Neighbours are in one thread; a word's parts are not, so they move between threads four words at a time.
     """
     four: tl.constexpr = codes.shape[1] // PARTS // 4
     neighbors = tl.reshape(codes, [codes.shape[0], PARTS, four, 4]) << (8 * tl.arange(0, 4))[None, None, None, :]
@@ -46,7 +46,7 @@ def quads_of_words(codes, BITS: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def rounded_down(x, DTYPE: tl.constexpr):
-    """The largest number of a 16-bit dtype that is not above x; ``schemes.asymmetric.rounded_down``."""
+    """Return the largest number of a 16-bit dtype that is not above x, as ``schemes.asymmetric.rounded_down``."""
     near = x.to(DTYPE)
     wide = near.to(tl.float32)
     raw = near.to(tl.int16, bitcast=True)
@@ -57,7 +57,7 @@ def rounded_down(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def rounded_up(x, ULP: tl.constexpr, TINY: tl.constexpr, DTYPE: tl.constexpr):
-    """``schemes.symmetric.rounded_up``: not below a nonnegative x, at most one unit above; NaN where x is not finite."""
+    """Return x >= 0 rounded up to DTYPE, at most one unit above, NaN if x is not finite; as ``schemes.symmetric.rounded_up``."""
     x = tl.where(tl.abs(x) < float("inf"), x, float("nan"))
     if tl.constexpr(DTYPE.primitive_bitwidth == 32):
         return x
@@ -66,10 +66,10 @@ def rounded_up(x, ULP: tl.constexpr, TINY: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def quotient(n, scale):
-    """n / scale, correctly rounded, n float32 and scale as stored, broadcast to n, not zero; anything where scale is NaN."""
+    """Return n / scale, correctly rounded; n float32, scale as stored, broadcast to n, not zero. Undefined if scale is NaN."""
     s = scale.to(tl.float32)
     if scale.dtype == tl.float16:
-        # An infinite scale: zero, of the numerator's sign. Signs are turned by products, since 0 - 0 has the sign of neither.
+        # An infinite scale gives zero with the numerator's sign. Signs are flipped by products, since 0 - 0 loses them.
         finite = tl.abs(s) < float("inf")
         r = tl.broadcast_to(tl.where(finite, 1.0 / s, 0.0), n.shape)
         q = n * r
@@ -79,8 +79,8 @@ def quotient(n, scale):
 
 @triton.jit
 def stored_range(x, STEPS: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr, DTYPE: tl.constexpr):
-    """Scale and zero point of groups along the last axis of a float32 block, as stored; ``schemes.asymmetric.stored_range``."""
-    # Minimum and maximum pass over NaN.
+    """Return scale and zero point of groups along the last axis of a float32 block, in DTYPE; as ``schemes.asymmetric.stored_range``."""
+    # tl.min and tl.max ignore NaN.
     nans = tl.max((x != x).to(tl.int32), 2, keep_dims=True) != 0
     low = tl.where(nans, float("nan"), tl.min(x, 2, keep_dims=True))
     high = tl.where(nans, float("nan"), tl.max(x, 2, keep_dims=True))
@@ -92,5 +92,5 @@ def stored_range(x, STEPS: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr, 
 
 @triton.jit
 def in_scales(x, scale, zero):
-    """(x - zero) / scale in float32, 0 where the scale is; ``schemes.asymmetric.in_scales``."""
+    """Return (x - zero) / scale in float32, 0 where scale is 0; as ``schemes.asymmetric.in_scales``."""
     return quotient(x - zero.to(tl.float32), tl.where(scale == 0, 1.0, scale).to(scale.dtype))

@@ -1,9 +1,9 @@
-"""``append`` of many tokens on CUDA, keys and values in one launch: every byte read once and written once.
+"""``append`` on CUDA, keys and values in one launch: every byte is read once and written once.
 
 A program has ROWS new tokens of one kv head of one batch row: it loads the channels of each part of a word, takes the
-largest magnitude of every group, and packs what ``Symmetric.encode`` makes of them, for schemes that say how
-(``Scheme.absmax``). Tracing the body instead gives Inductor kernels that pass x / scale through memory where the parts of a
-word lie in different groups, and 64-bit divisions of every position. Bit for bit the body; a test holds the two together.
+largest magnitude of every group, and packs codes equal to ``Symmetric.encode``'s, for schemes with a rule
+(``Scheme.absmax``). Tracing the body instead gives Inductor kernels that pass x / scale through memory if the parts of a
+word are in different groups, and 64-bit divisions of every position. Bit for bit equal to the body, which a test checks.
 Positions outside of the planes poison the last row, as in ``ops.operations.append_body``.
 """
 
@@ -31,11 +31,11 @@ TILE = 4096
 
 @triton.jit
 def _e4m3(x):
-    """Codes of e4m3, as int32, of numbers up to 448, to nearest; for devices that have no such conversion."""
+    """Return e4m3 codes, int32, of numbers up to 448 in magnitude, rounded to nearest; for devices without that conversion."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     normal = (magnitude - (120 << 23) + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20
-    # Below 2^-6 codes are multiples of 2^-9, the last bit of 2^14.
+    # Below 2^-6 values are multiples of 2^-9, which is the last bit of float32 at 2^14.
     small = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) & 255
     return tl.where(magnitude < (121 << 23), small, normal) | ((bits >> 24) & 128)
 
@@ -47,7 +47,7 @@ def _append_rows(
     GROUP: tl.constexpr, E4M3: tl.constexpr, QMAX: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr, ROWS: tl.constexpr,
     UNITS: tl.constexpr, UNIT: tl.constexpr,
 ):
-    """ROWS tokens of one kv head; a word's WIDTH channels of one part are groups of GROUP, padded to UNITS of UNIT."""
+    """Encode and store ROWS tokens of one kv head; a word's WIDTH channels of one part are groups of GROUP, padded to UNITS of UNIT."""
     h = (program % HEADS).to(tl.int64)
     s = (program // HEADS) * ROWS + tl.arange(0, ROWS)
     there = s < count
@@ -67,19 +67,19 @@ def _append_rows(
     packed = tl.zeros([ROWS, UNITS, UNIT], tl.int32)
     for part in tl.static_range(PARTS):
         x = tl.load(source + ((part * WIDTH + channel) * x_d)[None, :, :], mask=mask, other=0.0).to(tl.float32)
-        # As integers magnitudes are in order, with infinity and NaN behind all numbers.
+        # Magnitudes compare as integers, with infinity and NaN above all numbers.
         top = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2)
         top = tl.where(inside[:, None], top, 0x7FC00000)
         largest = top.to(tl.float32, bitcast=True)
         scale = rounded_up(largest * (1 / QMAX), ULP, TINY, SCALES.dtype.element_ty)
-        # Of the dtypes of scales this loses nothing.
+        # Exact, since float32 holds every scale dtype.
         scale = tl.where(scale.to(tl.float32) < TINY, TINY, scale.to(tl.float32)).to(SCALES.dtype.element_ty)
-        # The scale is rounded up, so what the body clamps is beyond the largest code by rounding alone, and rounds to it.
+        # No clamp: the scale is rounded up, so a quotient exceeds the largest code by rounding alone, and rounds to it.
         scaled = quotient(x, scale[:, :, None])
-        # What has no scale has the code of zero bits, or of NaN where there is one.
+        # Where the scale is NaN: code 0, or e4m3's NaN.
         coded = tl.where(scale == scale, 2**BITS - 1, 0)[:, :, None]
         if E4M3 == 0:
-            # The low bits of the sum are the integer's.
+            # The low bits of the sum are those of the integer.
             code = (scaled + (MAGIC + (2 ** (BITS - 1) if PARTS > 1 else 0))).to(tl.int32, bitcast=True) & coded
         elif E4M3 == 1:
             code = (_e4m3(scaled) & coded) | (127 & ~coded)
@@ -98,7 +98,7 @@ def append_rows_one(
     E4M3: tl.constexpr, QMAX: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """One slot. Grid: blocks of ROWS tokens times kv heads, the heads first, and batch rows."""
+    """Append rows of one slot. Grid: (blocks of ROWS tokens times kv heads, heads fastest; batch rows)."""
     _append_rows(
         tl.program_id(0), tl.program_id(1).to(tl.int64), X, CODES, SCALES, POS, x_b, x_h, x_s, x_d, count, pages, codes_n, scales_n,
         pos_b, pos_s, codes_b, codes_h, scales_b, scales_h, HEADS, PAGE, WIDTH, PARTS, BITS, GROUP, E4M3, QMAX, ULP, TINY, ROWS, UNITS,
@@ -116,7 +116,7 @@ def append_rows_two(
     PARTS_2: tl.constexpr, BITS_2: tl.constexpr, GROUP_2: tl.constexpr, E4M3_2: tl.constexpr, QMAX_2: tl.constexpr, ULP_2: tl.constexpr,
     TINY_2: tl.constexpr, ROWS_2: tl.constexpr, UNITS_2: tl.constexpr, UNIT_2: tl.constexpr,
 ):
-    """Two slots, keys and values: the first ``programs`` programs of a batch row have the first."""
+    """Append rows of two slots, keys and values: the first ``programs`` programs of a batch row do the first."""
     program, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if program < programs:
         _append_rows(
@@ -132,7 +132,7 @@ def append_rows_two(
 
 
 def places(x: torch.Tensor, pos: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> tuple[object, ...]:
-    """Arguments x_b to scales_h of a kernel that appends rows: strides of tokens, counts, strides of planes and of positions."""
+    """Return the arguments x_b to scales_h of a kernel that appends rows: strides of tokens, counts, strides of planes and of positions."""
     return (
         x.stride(0), x.stride(1), x.stride(2), x.stride(3), x.shape[2], codes.shape[0], codes.stride(0), scales.stride(0),
         0 if pos.shape[0] == 1 else pos.stride(0), pos.stride(1), codes.stride(1), codes.stride(2), scales.stride(1), scales.stride(2),
@@ -140,24 +140,24 @@ def places(x: torch.Tensor, pos: torch.Tensor, codes: torch.Tensor, scales: torc
 
 
 def tokens_of(x: torch.Tensor, columns: int, tile: int) -> int:
-    """Return the tokens of a program: as many of ``columns`` as fill a tile, or the one of a decode step."""
+    """Return the number of tokens of a program: as many of ``columns`` elements as fill ``tile``; 1 for a single new token."""
     return 1 if isinstance(x.shape[2], int) and x.shape[2] == 1 else max(1, tile // columns)
 
 
 def launch(kernel: Any, slot: Any, launcher: Launcher | None) -> None:
-    """Start a kernel of one slot, [B, K, S, D] by ``slot.rows`` tokens; None launches at once."""
+    """Start a kernel of one slot, [B, K, S, D], ``slot.rows`` tokens a program; ``launcher`` None launches at once."""
     launcher = launcher or Direct(slot.x.device.type == "cuda")
     grid = ((slot.x.shape[2] + slot.rows - 1) // slot.rows * slot.x.shape[1], slot.x.shape[0])
     launcher.kernel(kernel, grid, *slot.operands(), warps=1 if slot.rows == 1 else None, **slot.constants())
 
 
 def converts(device: torch.device) -> bool:
-    """Whether a device converts to e4m3 by itself."""
+    """Return whether a device has an instruction that converts to e4m3."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 class Rows(NamedTuple):
-    """The operands of ``append``."""
+    """The operands of ``append``, with the sizes of its kernel."""
 
     x: torch.Tensor
     planes: list[torch.Tensor]
@@ -166,25 +166,25 @@ class Rows(NamedTuple):
 
     @property
     def rule(self) -> AbsMax:
-        """How the scheme encodes; only of what ``fits``."""
+        """The scheme's encoding rule; only for slots that ``fits`` accepts."""
         rule = schemes.parse(self.scheme).absmax(self.x.shape[3])
         assert rule is not None
         return rule
 
     @property
     def rows(self) -> int:
-        """Tokens of a program: as many as fill a tile, or the one of a decode step."""
+        """Tokens of a program: as many as fill a tile; 1 for a single new token."""
         rule = self.rule
         width = self.x.shape[3] // rule.parts
         return tokens_of(self.x, triton.next_power_of_2(width // rule.group) * triton.next_power_of_2(rule.group), TILE)
 
     @property
     def programs(self) -> int:
-        """Count the programs of one batch row."""
+        """Number of programs of one batch row."""
         return (self.x.shape[2] + self.rows - 1) // self.rows * self.x.shape[1]
 
     def operands(self) -> tuple[object, ...]:
-        """Arguments of the kernels, in their order: whole planes, no views."""
+        """Return the kernels' arguments, in order: whole planes, no views."""
         x, pos, (codes, scales) = self.x, self.pos, self.planes
         return (x, codes, scales, pos, *places(x, pos, codes, scales))
 
@@ -202,7 +202,7 @@ class Rows(NamedTuple):
 
 
 def fits(slot: Rows) -> bool:
-    """Whether the kernel knows this append: groups that lie within one part of the words, planes whose rows lie in order."""
+    """Return whether the kernel supports this append: groups within one part of the words, and planes with contiguous rows."""
     D = slot.x.shape[3]
     if not isinstance(D, int):
         return False
@@ -215,12 +215,12 @@ def fits(slot: Rows) -> bool:
 
 
 def append_rows(slots: Sequence[Rows], launcher: Launcher | None = None) -> None:
-    """``append_body`` of one slot or two of one batch, in one launch; for what ``fits``. None launches at once."""
+    """Run ``append_body`` for one slot, or two of one batch, in one launch; slots must satisfy ``fits``. None launches at once."""
     assert all(slot.x.shape[0] == slots[0].x.shape[0] for slot in slots)
     launcher = launcher or Direct(slots[0].x.device.type == "cuda")
     operands = [operand for slot in slots for operand in slot.operands()]
     grid = (sum(slot.programs for slot in slots), slots[0].x.shape[0])
-    # One token has a few channels for each thread of one warp; more warps would only wait for each other.
+    # One token has few channels for each thread of one warp; more warps would only wait for each other.
     warps = 1 if slots[0].rows == 1 else None
     if len(slots) == 1:
         launcher.kernel(append_rows_one, grid, *operands, warps=warps, **slots[0].constants())

@@ -1,14 +1,14 @@
-"""``append_window`` of many tokens on CUDA: two launches for keys and values, where tracing the body gives Inductor thirty kernels.
+"""``append_window`` of many tokens on CUDA: two launches for keys and values; the traced body gives thirty Inductor kernels.
 
 The first launch reads the window and the clock: a program has ROWS positions of one kv head of one batch row, aligned to
-ROWS, so that whole blocks and one page of the planes are its own. It takes tokens of the call from x and what stands
-before them in the first block from the window, encodes them, and gives them among the newest tokens. The second launch
-copies the last W of those into the window and moves the clock. What they compute is ``ops.append_window.append_window_body``, for
-schemes that quantize by minimum and maximum (``Scheme.minmax``); rounding is ``window_token``'s. A test holds them together.
+ROWS, so that it owns whole blocks within one page of the planes. It takes the call's tokens from x, and earlier tokens of
+the first block from the window, encodes them, and writes them to the newest tokens. The second launch
+copies the last W of those into the window and updates the clock. Together they compute ``ops.append_window.append_window_body`` for
+schemes that quantize by minimum and maximum (``Scheme.minmax``), with ``window_token``'s rounding. A test compares them.
 
-A program whose positions have no place in the planes, before 0 or behind the last page, gives its tokens and encodes the
-nearest tile that has one: what another program encodes as well, to the same bytes, or the first or last block, which the
-body encodes even where the call has no token for it.
+A program whose positions are outside of the planes, before 0 or behind the last page, writes its newest tokens and encodes the
+nearest tile inside: another program encodes that tile too, to equal bytes, or it is the first or last block, which the
+body encodes even if the call has no token in it.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -28,27 +28,27 @@ from kvcompile.lowering.append.window_token import NORMED, WindowSlot, corrected
 from kvcompile.lowering.host.launches import Direct, Launcher
 
 TILE = 4096
-"""Elements of a program, where a block is not larger."""
+"""Elements of a program, unless a block is larger."""
 
 PART = tl.constexpr(8)
-"""Tokens that a program gives at once where they have no place, so that it needs no registers for more."""
+"""Tokens outside of the planes that a program copies at a time, to save registers."""
 
 CHECKED = tl.constexpr(1024)
-"""Positions that a program compares at once."""
+"""Positions that a program compares at a time."""
 
 MOST_ELEMENTS = 8192
-"""Elements of a program that its threads hold in registers."""
+"""Most elements of a program that fit its threads' registers."""
 
 
 @triton.jit
 def _refused(there, said, s, first, used, ordered, room):
-    """Which tokens s of the call are out of order or have no room, of those that are ``there``; ``said``: their positions."""
+    """Return a mask of the call's tokens ``s`` that are ``there`` but out of order or beyond the store; ``said``: their positions."""
     return there & ((ordered & (said == first + s) & (said - used < room)) == 0)
 
 
 @triton.jit
 def _new(s, SOURCE, POSITIONS, first, used, ordered, count, room, x_s, x_d, pos_s, D: tl.constexpr):
-    """Tokens s [n] of the call, [n, D], 0 where there are none, and which of them are out of order or have no room: those are NaN."""
+    """Return tokens ``s`` [n] of the call as [n, D], 0 for indices outside of the call, and the mask of refused tokens (to become NaN)."""
     there = (s >= 0) & (s < count)
     said = tl.load(POSITIONS + s * pos_s, mask=there, other=0)
     x = tl.load(SOURCE + s[:, None] * x_s + tl.arange(0, D)[None, :] * x_d, mask=there[:, None], other=0.0)
@@ -57,7 +57,7 @@ def _new(s, SOURCE, POSITIONS, first, used, ordered, count, room, x_s, x_d, pos_
 
 @triton.jit
 def _give(recent, s, x, poisoned, count, W: tl.constexpr, D: tl.constexpr):
-    """Tokens s [n] of the call among the newest ones. Two stores, since choosing would take words of two numbers apart."""
+    """Store tokens ``s`` [n] among the newest ones, NaN if ``poisoned``. Two stores, since a select would unpack 16-bit pairs."""
     to = recent + (W + s)[:, None] * D + tl.arange(0, D)[None, :]
     there = (s >= 0) & (s < count)
     tl.store(to, x, mask=(there & (poisoned == 0))[:, None])
@@ -71,7 +71,7 @@ def _append_blocks(
     HEADS: tl.constexpr, BITS: tl.constexpr, PARTS: tl.constexpr, SEGMENTS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
     SUB: tl.constexpr, HAS_ORIGIN: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr, ROWS: tl.constexpr,
 ):
-    """ROWS positions of one kv head of one batch row. The window, the clock and the newest tokens are contiguous."""
+    """Append ROWS positions of one kv head of one batch row. The window, the clock and the newest tokens must be contiguous."""
     h = (program % HEADS).to(tl.int64)
     tile = program // HEADS
     first = tl.load(POS + b * pos_b)
@@ -95,7 +95,7 @@ def _append_blocks(
             other, outside = _new(s, source, positions, first, used, ordered, count, room, x_s, x_d, pos_s, D)
             _give(recent, s, other, outside, count, W, D)
 
-    # Row j of the newest tokens is token start - W + j, which lies in slot (start + j) % W.
+    # Row j of the newest tokens is token start - W + j, from window slot (start + j) % W.
     COPY: tl.constexpr = W if W < ROWS else ROWS  # noqa: FURB136 - of tensors, to Triton
     if tile == 0:
         for row in range(0, W, COPY):
@@ -103,15 +103,15 @@ def _append_blocks(
             old = tl.load(ring + ((start + j) & (W - 1))[:, None] * D + d[None, :])
             tl.store(recent + j[:, None] * D + d[None, :], old)
 
-    # Blocks that the call touches, of which there is always one.
+    # Blocks that the call touches; there is always at least one.
     last = tl.minimum(tl.maximum(start + (count - 1), 0), room - 1) // BLOCK
     lowest = tl.minimum(tl.maximum(start, 0) // BLOCK, last)
-    # As blocks of the tile, in 32 bits.
+    # Relative to the tile, in 32 bits.
     since = tl.minimum(tl.maximum(lowest - stand // BLOCK, 0), ROWS).to(tl.int32)
     until = tl.minimum(tl.maximum(last - stand // BLOCK, -1), ROWS).to(tl.int32)
     touched = (i // BLOCK >= since) & (i // BLOCK <= until)
 
-    # Each row from where it stands: tokens of the call from x, those before them in a block that it touches from the window.
+    # Each row's source: x for tokens of the call, the window for earlier tokens of a block that the call touches.
     s = stand - start
     new = (s + i >= 0) & (s + i < count)
     before = (s + i < 0) & touched
@@ -130,7 +130,7 @@ def _append_blocks(
         content, norm = normed(content, SCALES.dtype.element_ty, ULP, TINY)
         to = OWN + (stand // PAGE) * (codes_n // (SEGMENTS * (D // PARTS))) + b * own_b + h * own_h + stand % PAGE + i
         tl.store(to, tl.reshape(norm, [ROWS]), mask=touched)
-    # [blocks, tokens of a block, channels] or [groups, channels of a group, 1]: reduced over the middle.
+    # [blocks, tokens of a block, channels] or [groups, channels of a group, 1]; reduced over the middle axis.
     if BLOCK > 1:
         grouped = tl.reshape(content, [ROWS // BLOCK, BLOCK, D])
     else:
@@ -160,7 +160,7 @@ def _append_blocks(
 
 @triton.jit
 def _first_apart(positions, first, count, pos_s):
-    """Return the index of the first of ``count`` tokens whose position is not its predecessor's plus one, 0 where there is none."""
+    """Return the index of the first of ``count`` tokens whose position is not ``first`` plus its index, 0 if all are in order."""
     least = first * 0 + count
     for part in range(0, count, CHECKED):
         s = part + tl.arange(0, CHECKED)
@@ -174,7 +174,10 @@ def _roll(
     program, b, RING, CLOCK, POS, ORIGIN, RECENT, count, pages, pos_b, pos_s, D: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr,
     HEADS: tl.constexpr, HAS_ORIGIN: tl.constexpr, COPY: tl.constexpr,
 ):
-    """COPY of the newest W tokens of one kv head of one batch row into the window, and the clock, which programs read as they write it."""
+    """Copy COPY of the newest W tokens of one kv head of one batch row into the window; one program a head updates the clock.
+
+    Programs read the clock while another writes it.
+    """
     h = (program % HEADS).to(tl.int64)
     first = tl.load(POS + b * pos_b)
     kept = tl.load(CLOCK + (b * HEADS + h) * 2 + 1)
@@ -186,7 +189,7 @@ def _roll(
     newest = tl.load(RECENT + row * ((W + count) * D) + (count + j)[:, None] * D + d[None, :])
     tl.store(RING + row * (W * D) + ((end + j) & (W - 1))[:, None] * D + d[None, :], newest)
     if program < HEADS:
-        # The others may read the origin before or after, which gives the same one in force: see ``begins``.
+        # Other programs may read the clock before or after this write; both give the same origin: see ``begins``.
         held = tl.load(CLOCK + row * 2)
         follows = (first == 0) | (first == held + kept)
         at = first * 0
@@ -204,7 +207,7 @@ def append_blocks_one(
     BITS: tl.constexpr, PARTS: tl.constexpr, SEGMENTS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, SUB: tl.constexpr,
     HAS_ORIGIN: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr, ROWS: tl.constexpr,
 ):
-    """One slot. Grid: tiles of ROWS positions times kv heads, the heads first, and batch rows."""
+    """Append blocks of one slot. Grid: (tiles of ROWS positions times kv heads, heads fastest; batch rows)."""
     _append_blocks(
         tl.program_id(0), tl.program_id(1).to(tl.int64), X, RING, CLOCK, CODES, SCALES, ZEROS, OWN, POS, ORIGIN, RECENT, x_b, x_h, x_s,
         x_d, count, pages, codes_n, scales_n, pos_b, pos_s, codes_b, codes_h, scales_b, scales_h, own_b, own_h, D, W, PAGE, HEADS,
@@ -224,7 +227,7 @@ def append_blocks_two(
     SEGMENTS_2: tl.constexpr, GROUP_2: tl.constexpr, BLOCK_2: tl.constexpr, SUB_2: tl.constexpr, HAS_ORIGIN_2: tl.constexpr,
     ULP_2: tl.constexpr, TINY_2: tl.constexpr, ROWS_2: tl.constexpr,
 ):
-    """Two slots, keys and values: the first ``programs`` programs of a batch row have the first."""
+    """Append blocks of two slots, keys and values: the first ``programs`` programs of a batch row do the first."""
     program, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if program < programs:
         _append_blocks(
@@ -246,7 +249,7 @@ def roll_one(
     RING, CLOCK, POS, ORIGIN, RECENT, count, pages, pos_b, pos_s, D: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr,
     HEADS: tl.constexpr, HAS_ORIGIN: tl.constexpr, COPY: tl.constexpr,
 ):
-    """One slot. Grid: tiles of COPY tokens times kv heads, the heads first, and batch rows."""
+    """Update the window and clock of one slot. Grid: (tiles of COPY tokens times kv heads, heads fastest; batch rows)."""
     _roll(
         tl.program_id(0), tl.program_id(1).to(tl.int64), RING, CLOCK, POS, ORIGIN, RECENT, count, pages, pos_b, pos_s, D, W, PAGE, HEADS,
         HAS_ORIGIN, COPY,
@@ -260,7 +263,7 @@ def roll_two(
     COPY: tl.constexpr, D_2: tl.constexpr, W_2: tl.constexpr, PAGE_2: tl.constexpr, HEADS_2: tl.constexpr, HAS_ORIGIN_2: tl.constexpr,
     COPY_2: tl.constexpr,
 ):
-    """Two slots, keys and values: the first ``programs`` programs of a batch row have the first."""
+    """Update the windows and clocks of two slots, keys and values: the first ``programs`` programs of a batch row do the first."""
     program, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if program < programs:
         _roll(program, b, RING, CLOCK, POS, ORIGIN, RECENT, count, pages, pos_b, pos_s, D, W, PAGE, HEADS, HAS_ORIGIN, COPY)
@@ -272,7 +275,7 @@ def roll_two(
 
 
 class Blocks(NamedTuple):
-    """A slot of many tokens, and how programs share it."""
+    """A slot of many tokens, with the sizes and arguments of both launches."""
 
     slot: WindowSlot
     exact_newest: torch.Tensor
@@ -284,38 +287,38 @@ class Blocks(NamedTuple):
 
     @property
     def warps(self) -> int:
-        """Warps of a program, a thread for 128 bytes of tokens; what moves channels or divides tokens holds more beside them."""
+        """Warps of a program: one thread for 128 bytes of tokens; 4 with error feedback or norms, which need more registers."""
         if self.slot.constants()["SUB"]:
             return 4
         return max(1, self.rows * self.slot.x.shape[3] * self.slot.x.element_size() // (32 * 128))
 
     @property
     def copied(self) -> int:
-        """Tokens of the window that a program of the second launch copies."""
+        """Tokens of the window that one program of the second launch copies."""
         return min(self.slot.window.shape[3], self.rows)
 
     @property
     def programs(self) -> int:
-        """Count the first launch's programs of one batch row: as many tiles as the tokens may touch, wherever in one they begin."""
+        """Programs of the first launch for one batch row: as many tiles as the tokens may touch at any alignment, times heads."""
         return ((self.slot.x.shape[2] + self.rows - 2) // self.rows + 1) * self.slot.x.shape[1]
 
     @property
     def rolls(self) -> int:
-        """Count the second launch's programs of one batch row."""
+        """Programs of the second launch for one batch row."""
         return self.slot.window.shape[3] // self.copied * self.slot.x.shape[1]
 
     @property
     def pos_b(self) -> int:
-        """From one row's positions to the next one's."""
+        """Stride between the positions of batch rows, 0 if they are shared."""
         return 0 if self.slot.pos.shape[0] == 1 else self.slot.pos.stride(0)
 
     @property
     def origin(self) -> torch.Tensor:
-        """Return the rows' origins; any integers where they have none."""
+        """The rows' origins; without padding the positions, as an argument that no kernel reads."""
         return self.slot.pos if self.slot.origin is None else self.slot.origin
 
     def operands(self) -> tuple[object, ...]:
-        """Arguments of the first launch's kernels, in their order: whole planes, no views."""
+        """Return the arguments of the first launch's kernels, in order: whole planes, no views."""
         x, pos, (codes, scales, zeros), (own, *own_strides) = self.slot.x, self.slot.pos, self.slot.planes[:3], self.slot.own
         return (
             x, self.slot.window, self.slot.clock, codes, scales, zeros, own, pos, self.origin, self.exact_newest, x.stride(0), x.stride(1),
@@ -329,7 +332,7 @@ class Blocks(NamedTuple):
         return {name + suffix: value for name, value in named.items()}
 
     def roll_operands(self) -> tuple[object, ...]:
-        """Return the operands of the second launch's kernels, in their order."""
+        """Return the arguments of the second launch's kernels, in order."""
         slot, pos = self.slot, self.slot.pos
         return (
             slot.window, slot.clock, pos, self.origin, self.exact_newest, slot.x.shape[2], slot.planes[0].shape[0], self.pos_b,
@@ -343,13 +346,13 @@ class Blocks(NamedTuple):
 
 
 def rows_of(slot: WindowSlot) -> int:
-    """Positions of a program: about TILE elements, whole blocks, within one page; all are powers of two."""
+    """Return the positions of a program: about TILE elements, whole blocks, within one page; all are powers of two."""
     constants = slot.constants()
     return max(int(str(constants["BLOCK"])), min(slot.planes[0].shape[3], TILE // slot.x.shape[3]))
 
 
 def fits(slot: WindowSlot) -> bool:
-    """Whether the kernels know this append: many tokens, or a symbol of them, of what is ``known``, in tiles that fit a program."""
+    """Return whether the kernels support this append: many tokens or a symbolic number of them, ``known``, and tiles that fit a program."""
     S, D = slot.x.shape[2:]
     if (isinstance(S, int) and S < 2) or not known(slot) or D > TILE or slot.window.dtype != slot.x.dtype:
         return False
@@ -358,9 +361,9 @@ def fits(slot: WindowSlot) -> bool:
 
 
 def append_window_blocks(slots: Sequence[WindowSlot], launcher: Launcher | None = None) -> list[torch.Tensor]:
-    """The newest tokens that ``append_window_body`` of many gives for one slot or two of one batch, in two launches; for what ``fits``.
+    """Append many tokens to one slot or two of one batch in two launches, as ``append_window_body``; returns the newest tokens of each.
 
-    None launches at once. Origins in force are ``WindowSlot.used``, to be asked for before.
+    Slots must satisfy ``fits``. ``launcher`` None launches at once. The origins used are ``WindowSlot.used``, to be read before.
     """
     launcher, batch = launcher or Direct(slots[0].x.device.type == "cuda"), slots[0].x.shape[0]
     assert all(slot.x.shape[0] == batch for slot in slots)

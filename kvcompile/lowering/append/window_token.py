@@ -1,13 +1,13 @@
-"""``append_window`` of one new token on CUDA, keys and values in one launch, where tracing the body gives Inductor a dozen kernels.
+"""``append_window`` of one new token on CUDA, keys and values in one launch; the traced body gives a dozen Inductor kernels.
 
-A program has one kv head of one batch row. It reads the window once, gives the newest tokens, encodes the block
-that the token stands in, and puts the token into the window: what ``ops.append_window.append_window_body`` says, for
-schemes that quantize by minimum and maximum (``Scheme.minmax``). Rounding is spelled out, bit for bit that of
-``schemes.asymmetric`` (``rounding``); a test holds the two together. Anything else goes through the traced body.
+A program has one kv head of one batch row. It reads the window once, writes the newest tokens, encodes the block
+of the new token, and stores the token in the window: ``ops.append_window.append_window_body`` for schemes that
+quantize by minimum and maximum (``Scheme.minmax``). Rounding equals that of ``schemes.asymmetric`` bit for bit
+(``rounding``); a test compares the two. Any other append uses the traced body.
 
-OWN is what else the scheme keeps, and SUB says what that is. Above 0, errors of so many channels move others (``MinMax.subblock``), and a
-block is encoded once, by the token that makes it whole: nobody reads its codes before. The products are the body's but for the order
-of their sums, and so a code may be the neighbor of the body's. NORMED: a plane of norms (``MinMax.norms``), which lies as the codes do.
+OWN is the scheme's own plane, and SUB its kind. Above 0: the errors of SUB channels at a time are fed back to later channels
+(``MinMax.subblock``), and a block is encoded once, by the token that completes it, as no reader needs its codes earlier. The products equal
+the body's but for the order of their sums, so a code may be one off. NORMED: a plane of norms (``MinMax.norms``), with the codes' layout.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -31,7 +31,7 @@ from kvcompile.schemes.symmetric import SCALE_ULP, TINY
 from kvcompile.types import LEAST_HELD
 
 NORMED = tl.constexpr(-1)
-"""SUB where tokens are divided by their norms."""
+"""Value of SUB if tokens are divided by their norms."""
 
 BROKEN = tl.constexpr(append_window.BROKEN)
 LEAST = tl.constexpr(LEAST_HELD)
@@ -41,7 +41,7 @@ SHOWN = tl.constexpr(append_window.SHOWN)
 
 @triton.jit
 def minmax_codes(grouped, stored: tl.constexpr, BITS: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr):
-    """Codes int32 of float32 [n, group, m], and scales and zero points [n, 1, m] in ``stored``; ``schemes.asymmetric``."""
+    """Return codes int32 of float32 [n, group, m], and scales and zero points [n, 1, m] in dtype ``stored``; as ``schemes.asymmetric``."""
     low = tl.reduce(grouped, 1, lesser, keep_dims=True)
     high = tl.reduce(grouped, 1, greater, keep_dims=True)
     zero = low if stored == tl.float32 else rounded_down(low, stored)
@@ -51,7 +51,7 @@ def minmax_codes(grouped, stored: tl.constexpr, BITS: tl.constexpr, ULP: tl.cons
     ratio = quotient(grouped - zero.to(tl.float32), tl.where(scale == 0, 1.0, scale).to(stored))
     if stored == tl.float32:
         ratio = tl.minimum(ratio, (2**BITS - 1) * 1.0)
-    # Stored in 16 bits, the zero point is rounded down and the scale up: what the body clamps is out of range by rounding alone.
+    # No clamp in 16 bits: the zero point is rounded down and the scale up, so a ratio leaves the range by rounding alone.
     codes = (ratio + MAGIC).to(tl.int32, bitcast=True) & tl.where(scale == scale, 2**BITS - 1, 0)
     return codes, scale, zero
 
@@ -61,9 +61,9 @@ def corrected(
     content, MOVES, stored: tl.constexpr, BLOCK: tl.constexpr, SUB: tl.constexpr, BITS: tl.constexpr, ULP: tl.constexpr,
     TINY: tl.constexpr,
 ):
-    """Float32 [n, D] of whole blocks of BLOCK tokens, channels moved by the errors of those SUB at a time before.
+    """Return float32 [n, D] of whole blocks of BLOCK tokens, to which the code errors of SUB earlier channels at a time were added.
 
-    MOVES: [D, D], zero but where a column's channel comes behind the row's SUB channels, so nothing that is encoded moves again.
+    MOVES: [D, D], nonzero only if a column's channel comes after the row's SUB channels, so an encoded channel does not change again.
     """
     N: tl.constexpr = content.shape[0]
     D: tl.constexpr = content.shape[1]
@@ -73,7 +73,7 @@ def corrected(
         codes, scale, zero = minmax_codes(grouped, stored, BITS, ULP, TINY)
         error = tl.reshape(codes.to(tl.float32) * scale.to(tl.float32) + zero.to(tl.float32) - grouped, [N, D])
         error = tl.where((d // SUB == part)[None, :] & (tl.abs(error) < float("inf")), error, 0.0)
-        # All others are zero.
+        # Only SUB channels are nonzero, so the sum extracts them.
         own = tl.sum(tl.reshape(error, [N, D // SUB, SUB]), 1)
         moves = tl.load(MOVES + (part * SUB + tl.arange(0, SUB))[:, None] * D + d[None, :])
         content = content + tl.dot(own, moves, input_precision="tf32x3")
@@ -82,7 +82,7 @@ def corrected(
 
 @triton.jit
 def normed(content, stored: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr):
-    """Float32 [n, D] of tokens divided by their norms, and those [n, 1] in ``stored``; ``schemes.normed``."""
+    """Return float32 [n, D] of tokens divided by their norms, and the norms [n, 1] in dtype ``stored``; as ``schemes.normed``."""
     wide = content.to(tl.float64)
     size = (tl.sqrt(tl.sum(wide * wide, 1, keep_dims=True) / content.shape[1]) * 0.5).to(tl.float32)
     up = rounded_up(size, ULP, TINY, stored)
@@ -94,9 +94,9 @@ def normed(content, stored: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr)
 
 @triton.jit
 def origin_of(first, kept, given, HAS_ORIGIN: tl.constexpr):
-    """A row's origin in force, what its clock will say of it, and whether the row's mask agrees; ``ops.append_window.begins``.
+    """Return a row's origin to use, the origin to store, and whether this call's mask is consistent with it; ``ops.append_window.begins``.
 
-    Of loaded numbers: torch takes whatever a call is given for written, where what it returns becomes part of an address.
+    Takes loaded values, not pointers: torch counts a pointer argument as written if the helper's result is used in an address.
     """
     if HAS_ORIGIN:
         used = tl.where((first == 0) | ((kept >= first) & (given >= first)), given, kept)
@@ -111,11 +111,11 @@ def origin_of(first, kept, given, HAS_ORIGIN: tl.constexpr):
 
 @triton.jit
 def held_behind(end, room, follows, fits, expected, found, held, kept, given, HAS_ORIGIN: tl.constexpr):
-    """A row's number of tokens behind a call that ends at ``end``, which says where the row is broken; ``ops.append_window``.
+    """Return a row's number of tokens after a call that ends at ``end``, or the mark of a broken row; as ``ops.append_window``.
 
-    ``follows``: the first token is where the row goes on; then the first that is not in order was ``expected`` and ``found`` there, two
-    equal places where none is. ``fits``: its mask, which shows positions from ``given`` on, shows none before its origin. All are int64
-    numbers that were loaded or computed.
+    ``follows``: the first token is at the row's next position. ``expected``, ``found``: due and given position of the first token out of
+    order, equal if all are in order. ``fits``: the mask, which shows positions from ``given`` on, shows none before the origin. All are
+    loaded or computed int64 values.
     """
     unfit = follows & (fits == 0)
     whole = expected == found
@@ -134,13 +134,13 @@ def _encode_block(
     PARTS: tl.constexpr, SEGMENTS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, SUB: tl.constexpr, ULP: tl.constexpr,
     TINY: tl.constexpr,
 ):
-    """Block ``last``, tokens t [BLOCK] with what they hold, float32 [BLOCK, D], of one kv head of one batch row."""
+    """Encode and store block ``last``, its tokens ``t`` [BLOCK] with ``content`` float32 [BLOCK, D], of one kv head of one batch row."""
     if SUB > 0:
         content = corrected(content, OWN, SCALES.dtype.element_ty, BLOCK, SUB, BITS, ULP, TINY)
     if SUB == NORMED:
         content, norm = normed(content, SCALES.dtype.element_ty, ULP, TINY)
         tl.store(OWN + (t // PAGE) * (codes_n // (SEGMENTS * (D // PARTS))) + t % PAGE, tl.reshape(norm, [BLOCK]))
-    # [1, tokens, channels] or [groups, channels of a group, 1]: reduced over the middle.
+    # [1, tokens, channels] or [groups, channels of a group, 1]; reduced over the middle axis.
     if BLOCK > 1:
         grouped = tl.reshape(content, [1, BLOCK, D])
     else:
@@ -167,12 +167,12 @@ def _append_token(
     BITS: tl.constexpr, PARTS: tl.constexpr, SEGMENTS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, SUB: tl.constexpr,
     HAS_ORIGIN: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr,
 ):
-    """One token of one kv head of one batch row: see the module. The window and the clock are contiguous."""
+    """Append one token of one kv head of one batch row; see the module. The window and the clock must be contiguous."""
     b = (program // HEADS).to(tl.int64)
     h = (program % HEADS).to(tl.int64)
     d = tl.arange(0, D)
     j = tl.arange(0, W)
-    # All that does not depend on the position is asked for at once: a step waits for memory, not for its bandwidth.
+    # All loads that do not depend on the position are started at once: latency dominates, not bandwidth.
     clock = CLOCK + (b * HEADS + h) * 2
     ring = RING + (b * HEADS + h) * (W * D)
     first = tl.load(POS + b * pos_b)
@@ -189,13 +189,13 @@ def _append_token(
     ordered = follows & (start < room) & fits
     x = tl.where(ordered, x, float("nan")).to(X.dtype.element_ty)
 
-    # The newest tokens: row j of W + 1 is token start - W + j, which lies in slot (start + j) % W.
+    # The newest tokens: row j of W + 1 is token start - W + j, from window slot (start + j) % W.
     slot = (start & (W - 1)).to(tl.int32)
     out = RECENT + (b * HEADS + h) * (W + 1) * D
     tl.store(out + ((j - slot) & (W - 1))[:, None] * D + d[None, :], whole)
     tl.store(out + W * D + d, x)
 
-    # The block of the token, zeros behind it.
+    # The new token's block, with zeros behind the token.
     last = tl.minimum(tl.maximum(start, 0), room - 1) // BLOCK
     i = tl.arange(0, BLOCK)
     t = last * BLOCK + i
@@ -204,13 +204,13 @@ def _append_token(
     else:
         before = tl.load(ring + (t & (W - 1))[:, None] * D + d[None, :]).to(tl.float32)
     content = tl.where((t == start)[:, None], x.to(tl.float32)[None, :], tl.where((t < start)[:, None], before, 0.0))
-    # Nothing of the window may be overwritten before all of the program has read it.
+    # The window may be overwritten only after all threads of the program have read it.
     tl.debug_barrier()
     tl.store(ring + slot * D + d, x)
     tl.store(clock, held_behind(start + 1, room, follows, fits, first, first, held, kept, given, HAS_ORIGIN))
     tl.store(clock + 1, remembered)
 
-    # Whoever moves channels does so once a block.
+    # With error feedback, a block is encoded only when complete.
     if ((start + 1) % BLOCK == 0) | (SUB <= 0):
         _encode_block(
             content, t, last, CODES + b * codes_b + h * codes_h, SCALES + b * scales_b + h * scales_h, ZEROS + b * scales_b + h * scales_h,
@@ -225,7 +225,7 @@ def append_one(
     BITS: tl.constexpr, PARTS: tl.constexpr, SEGMENTS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, SUB: tl.constexpr,
     HAS_ORIGIN: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr,
 ):
-    """One token of one slot; a program has one kv head of one batch row."""
+    """Append one token to one slot; a program has one kv head of one batch row."""
     _append_token(
         tl.program_id(0), X, RING, CLOCK, CODES, SCALES, ZEROS, OWN, POS, ORIGIN, RECENT, x_b, x_h, x_d, pages, codes_n, scales_n,
         pos_b, codes_b, codes_h, scales_b, scales_h, own_b, own_h, D, W, PAGE, HEADS, BITS, PARTS, SEGMENTS, GROUP, BLOCK, SUB,
@@ -244,7 +244,7 @@ def append_two(
     PARTS_2: tl.constexpr, SEGMENTS_2: tl.constexpr, GROUP_2: tl.constexpr, BLOCK_2: tl.constexpr, SUB_2: tl.constexpr,
     HAS_ORIGIN_2: tl.constexpr, ULP_2: tl.constexpr, TINY_2: tl.constexpr,
 ):
-    """One token of two slots, keys and values: the first ``programs`` programs have the first."""
+    """Append one token to two slots, keys and values: the first ``programs`` programs do the first."""
     program = tl.program_id(0)
     if program < programs:
         _append_token(
@@ -261,7 +261,7 @@ def append_two(
 
 
 class WindowSlot(NamedTuple):
-    """The operands of ``append_window``."""
+    """The operands of ``append_window``, with the arguments of its kernels."""
 
     x: torch.Tensor
     planes: list[torch.Tensor]
@@ -271,32 +271,31 @@ class WindowSlot(NamedTuple):
 
     @property
     def window(self) -> torch.Tensor:
-        """[1, B, K, W, D]; the clock stands behind it."""
+        """The window plane, [1, B, K, W, D], just before the clock."""
         return self.planes[_encoded(self.planes)]
 
     @property
     def clock(self) -> torch.Tensor:
-        """[1, B, K, 1, 2]."""
+        """The clock plane, [1, B, K, 1, 2]."""
         return self.planes[_encoded(self.planes) + 1]
 
     @property
     def corrects(self) -> bool:
-        """Whether errors of channels move others, so that the scheme has a plane that says how far."""
+        """Whether code errors are fed back to other channels, by a plane of the scheme."""
         rule = schemes.parse(self.scheme).minmax(self.x.shape[3])
         return rule is not None and bool(rule.subblock)
 
     @property
     def divides(self) -> bool:
-        """Whether tokens are divided by norms, which are the plane behind the zero points."""
+        """Whether tokens are divided by norms; their plane follows the zero points."""
         rule = schemes.parse(self.scheme).minmax(self.x.shape[3])
         return rule is not None and rule.norms
 
     @property
     def own(self) -> tuple[torch.Tensor, int, int]:
-        """The scheme's own plane, and its strides from row to row and from head to head.
+        """The scheme's own plane, and its strides from batch row to batch row and from head to head.
 
-        [1, 1 or B, K, D, D], how far errors move channels; or norms, [N, B, K, PAGE, 1]. Positions where the scheme has neither, as
-        an argument that nothing reads.
+        [1, 1 or B, K, D, D], the error feedback; or norms, [N, B, K, PAGE, 1]. With neither, the positions, which no kernel then reads.
         """
         if self.divides:
             norms = self.planes[3]
@@ -308,23 +307,23 @@ class WindowSlot(NamedTuple):
 
     @property
     def programs(self) -> int:
-        """One for each kv head of each batch row."""
+        """Number of programs: one for each kv head of each batch row."""
         return self.x.shape[0] * self.x.shape[1]
 
     @property
     def used(self) -> torch.Tensor:
-        """The origins in force, int64 [1 or B], from what the clock says before the append."""
+        """Origins to use, int64 [1 or B]; reads the clock, so it must be taken before the append."""
         first, kept = self.pos[:, 0], self.clock[0, :, 0, 0, 1]
         if self.origin is None:
             return torch.zeros_like(first)
         return torch.where(append_window.begins(first, kept, self.origin), self.origin, kept)
 
     def exact_newest(self) -> torch.Tensor:
-        """Room for the newest tokens, [B, K, W + S, D]."""
+        """Return an empty tensor for the newest tokens, [B, K, W + S, D]."""
         return self.x.new_empty(*self.x.shape[:2], self.window.shape[3] + self.x.shape[2], self.x.shape[3])
 
     def operands(self, exact_newest: torch.Tensor) -> tuple[object, ...]:
-        """Arguments of the kernels, in their order: whole planes, no views."""
+        """Return the kernels' arguments, in order: whole planes, no views."""
         codes, scales, zeros = self.planes[:3]
         origin = self.pos if self.origin is None else self.origin
         own, *own_strides = self.own
@@ -349,12 +348,12 @@ class WindowSlot(NamedTuple):
 
 
 def known(slot: WindowSlot) -> bool:
-    """Whether kernels know the scheme and the planes: min-max codes, sizes that are powers of two, planes that lie in order."""
+    """Return whether kernels support the scheme and the planes: min-max codes, power-of-two sizes, contiguous rows."""
     rule = schemes.parse(slot.scheme).minmax(slot.x.shape[3])
     D, W = slot.x.shape[3], slot.window.shape[3]
     if rule is None or D & (D - 1) or W & (W - 1):
         return False
-    # Tensor cores take no fewer than 16 channels, or tokens, at once.
+    # Tensor cores need at least 16 channels and tokens.
     narrow = rule.subblock < 16 or rule.block < 16 or rule.subblock & (rule.subblock - 1)
     if rule.subblock and (narrow or not slot.own[0].is_contiguous()):
         return False
@@ -366,14 +365,14 @@ def known(slot: WindowSlot) -> bool:
 
 
 def fits(slot: WindowSlot) -> bool:
-    """Whether the kernel knows this append: one token of what is ``known``."""
+    """Return whether the kernel supports this append: one token, and ``known``."""
     return one_token(slot.x) and known(slot)
 
 
 def append_window_slots(slots: Sequence[WindowSlot], launcher: Launcher | None = None) -> list[torch.Tensor]:
-    """The newest tokens that ``append_window_body`` of one token gives for one slot or two, in one launch; for what ``fits``.
+    """Append one token to one slot or two in one launch, as ``append_window_body``; returns the newest tokens of each.
 
-    None launches at once. Origins in force are ``WindowSlot.used``, to be asked for before.
+    Slots must satisfy ``fits``. ``launcher`` None launches at once. The origins used are ``WindowSlot.used``, to be read before.
     """
     launcher = launcher or Direct(slots[0].x.device.type == "cuda")
     results = [slot.exact_newest() for slot in slots]
