@@ -1,1 +1,1 @@
-"""Attention of few rows on CUDA: the decode template."""
+"""Attention of few query rows on CUDA: the decode template."""

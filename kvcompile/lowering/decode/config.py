@@ -1,6 +1,6 @@
-"""One attend kernel as data: what it computes (fixed by the site) and how (the choices that are tuned).
+"""One attend kernel as data: the computation, fixed by the site, and the tuned choices (tiles, splits).
 
-The same values become the constants of the template whether Inductor renders it or ``offline`` does.
+The values become the template's constants, whether Inductor renders it or ``offline`` does.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from kvcompile.lowering.decode.template import LOG2E
 from kvcompile.types import PAGE, KernelFormat, Role
 
 LOWEST_FLOAT32 = torch.finfo(torch.float32).min
-"""The least score in base-2 units."""
+"""Least finite score, in base-2 units."""
 
 
 class Bias(enum.IntEnum):
-    """Kinds of mask operand; the numbers are the template's."""
+    """Kinds of mask operand; the numbers are those of the template."""
 
     NONE = 0
     ADDED = 1
     BOOLEAN = 2
     REPLACING = 3
     ADDED_OR_REPLACING = 4
-    """A bias that is minus infinity where a number takes the place of the score."""
+    """Added to the scores; minus infinity replaces the score by ``Masks.fill``."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Masks:
-    """Which optional operands are there, and which of their axes are broadcast (size 1)."""
+    """The optional mask operands that are given, and their axes that are not broadcast (size above 1)."""
 
     lo: bool = False
     keep: bool = False
@@ -46,14 +46,14 @@ class Masks:
     bias_per_head: bool = True
     bias_per_query: bool = True
     fill: float = 0.0
-    """The score of a token for which a mask is False, or a bias minus infinity, where ``bias`` is a kind that replaces."""
+    """Score of a token that the bias excludes (False, or minus infinity), if ``bias`` is a replacing kind."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ExtraOperands:
-    """Operands beside the planes: newest and first tokens in full precision, angles that keys are rotated by.
+    """Operands besides planes and masks: newest and first tokens in full precision, and the angles of RoPE.
 
-    ``exact_first``: how many first tokens, and ``exact_first_at`` whether a plane says where they begin.
+    ``exact_first``: number of first tokens; ``exact_first_at``: whether a plane gives their position.
     """
 
     exact_newest: bool = False
@@ -66,16 +66,16 @@ class ExtraOperands:
 
     @property
     def tail(self) -> bool:
-        """Whether there are tokens that are not encoded, which are a split of their own."""
+        """Whether tokens in full precision are given; they are a split of their own."""
         return self.exact_newest or self.exact_first > 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """How the work is cut: tokens and rows a tile, warps, pipeline stages, which side tokens lie on.
+    """Tile sizes: tokens and rows, warps, pipeline stages, and whether tokens are the MMA's tall side.
 
-    ``copies``: 2 where a tile holds each row twice, PICKED keys by queries in two columns; half as many rows are a tile's then.
-    ``picked``: of how many scales PAIRED values are picked in registers instead.
+    ``copies``: 2 if a tile holds each row twice, PICKED keys by queries in two columns, so a tile has half as many rows.
+    ``picked``: number of scales whose PAIRED values are looked up in registers instead of shared memory.
     """
 
     block_t: int = PAGE
@@ -88,7 +88,7 @@ class Tile:
 
     @property
     def rows(self) -> int:
-        """Different rows of a tile."""
+        """Distinct rows of a tile."""
         return self.block_r // self.copies
 
 
@@ -96,8 +96,8 @@ class Tile:
 class AttendConfig:
     """A complete description of one rendered kernel; hashable.
 
-    ``shares``: into how many of its ``splits`` a row of average length is cut, where rows of a batch may differ in length; 0 where
-    every row is cut into all of them.
+    ``shares``: number of ``splits`` that a row of average length uses, if rows of a batch may differ in length; 0 if every row uses
+    all splits.
     """
 
     key_scheme: str
@@ -132,7 +132,7 @@ class AttendConfig:
     tile: Tile = Tile()
 
     def options(self) -> dict[str, object]:
-        """The template's constants. Strings are quoted: each one is also printed as a constexpr."""
+        """Return the template's constants. Strings are quoted, since each constant is also printed as a constexpr."""
         masks, tile, beside = self.masks, self.tile, self.beside
         pairs = self.paged and 2 <= tile.block_t <= self.page_rows
         return {
@@ -140,11 +140,11 @@ class AttendConfig:
             "KEY_DIM": self.key_dim, "VALUE_DIM": self.value_dim,
             "KEY_WORD": _quoted(self.key_word), "VALUE_WORD": _quoted(self.value_word), "QUERY": _quoted(self.dtype),
             "WIDE_KEYS": int(self.wide_keys), "WIDE_VALUES": int(self.wide_values), "PACKED": int(self.packed),
-            # Keys that are rotated are wanted as values.
+            # RoPE needs decoded keys.
             "KEY_GENERIC": int(self.key_generic or beside.rotary_dim > 0), "VALUE_GENERIC": int(self.value_generic),
             "KEY_SCALE_PACK": self.key_scale_pack, "VALUE_SCALE_PACK": self.value_scale_pack,
             "KV_HEADS": self.kv_heads, "GROUP": self.group, "PAGE_ROWS": self.page_rows, "PAGED": int(self.paged),
-            # Without a cap, scores are in base-2 units from the start.
+            # Without a softcap, scores are in base-2 units from the start.
             "QK_SCALE": self.scale * (1.0 if self.softcap > 0 else LOG2E), "SOFTCAP": self.softcap, "LOG2E": LOG2E,
             "ONE_QUERY": int(self.one_query), "SPLITS": self.splits, "SHARES": self.shares, "DIRECT": int(self.direct),
             "HAS_LO": int(masks.lo), "HAS_KEEP": int(masks.keep), "BIAS_KIND": int(masks.bias), "HAS_SINKS": int(masks.sinks),
@@ -154,10 +154,10 @@ class AttendConfig:
             "EARLY": beside.exact_first, "EARLY_MOVED": int(beside.exact_first_at), "HAS_TAIL": int(beside.tail),
             "INTERLEAVED": int(beside.interleaved), "ROTATION_B": int(beside.rope_per_batch),
             "NORM_PAIRS": int(self.norm_pairs and pairs),
-            # Where warps share a tile, others run while one waits: int8 at 131,072 tokens took 0.109 ms so, and 0.099 otherwise (H100).
+            # Not if warps share a tile, since others run while one waits: int8 at 131,072 tokens took 0.109 ms so, 0.099 otherwise (H100).
             "KEY_SCALE_PAIRS": int(self.key_scale_pairs and pairs and tile.num_warps == 1),
             "VALUE_SCALE_PAIRS": int(self.value_scale_pairs and pairs and tile.num_warps == 1),
-            # A tile of tokens that are not encoded takes many registers, and what one split takes all have to.
+            # A tile of full-precision tokens takes many registers, and all splits get as many as the one that needs most.
             "BLOCK_N": min(tile.block_t, 16 * tile.num_warps),
             "BLOCK_T": tile.block_t, "BLOCK_R": tile.block_r, "TOKENS_FIRST": int(tile.tokens_first),
             "PICKED_SCALES": tile.picked, "COPIES": tile.copies, "TALL": tile.block_t if tile.tokens_first else 0,
@@ -165,24 +165,24 @@ class AttendConfig:
         }
 
     def with_splits(self, splits: int, direct: bool, shares: int = 0) -> AttendConfig:
-        """Return the kernel cut into ``splits``; ``direct`` writes the finished result."""
+        """Return the kernel cut into ``splits``; ``direct``: it writes the finished result."""
         return dataclasses.replace(self, splits=splits, direct=direct, shares=shares)
 
     @property
     def plans(self) -> tuple[TemplateSlot, TemplateSlot]:
-        """The plans of the key and the value slot."""
+        """Plans of the key and the value slot."""
         options = self.options()
         return plans(*(options[name] for name in PLAN_OPTIONS))  # type: ignore[arg-type]
 
     @property
     def fold_block(self) -> int:
-        """The tokens that one fold of key scales into the queries may serve; 0 where none is folded."""
+        """Most tokens that one folding of key scales into the queries serves; 0 if scales are not folded."""
         key = dataclasses.replace(self, tile=dataclasses.replace(self.tile, block_t=16, tokens_first=True)).plans[0]
         return key.token_block if key.folded else 0
 
     @property
     def operands(self) -> tuple[str, ...]:
-        """The template's inputs, in order."""
+        """Names of the template's inputs, in order."""
         key, value = self.plans
         beside, rotated = self.beside, self.beside.rotary_dim > 0
         present = (
@@ -200,7 +200,7 @@ class AttendConfig:
 
 
 def plane_names(letter: str, planes: Sequence[Any], fmt: KernelFormat) -> dict[str, Any]:
-    """The planes that a kernel reads, by the template's names; ``letter`` is K or V."""
+    """Return the planes that a kernel reads, by the template's names; ``letter``: K or V."""
     present = (
         (True, "WORDS"), (fmt.scaled, "SCALES"), (fmt.zeros, "ZEROS"), (fmt.norms, "NORMS"), (fmt.levels > 0, "TABLE"),
         (fmt.static, "STATIC"),
@@ -219,7 +219,7 @@ def plans(
     wide_keys: int, wide_values: int, packed: int, key_generic: int = 0, value_generic: int = 0,
     tall: int = 16,
 ) -> tuple[TemplateSlot, TemplateSlot]:
-    """Both slots' plans from the template's constants; the template calls this while it is rendered."""
+    """Return both slots' plans from the template's constants; the template calls this while it is rendered."""
     dtype = _dtype(query)
     key = slot_plan(
         key_scheme.strip("'"), Role.KEY, key_dim, _dtype(key_word), dtype, bool(wide_keys), bool(packed), bool(key_generic),

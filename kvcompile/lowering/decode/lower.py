@@ -1,9 +1,9 @@
 """Inductor's lowering of ``kvcompile::attend`` on CUDA: a Triton template with choices, then a merge.
 
-The template writes partial results in one float32 buffer [splits, B, H, S, Dv + 2] (sums, then the maximum
+The template writes partial results into one float32 buffer [splits, B, H, S, Dv + 2] (sums, then the maximum
 and the total of each split); the merge by log-sum-exp is made of Inductor's own lowerings, so it fuses with
-what follows. One buffer, since second outputs through ``mutated_inputs`` were seen to give NaN when
-autotuned. Where one split is enough and values are one block, the template writes the result itself.
+its users. One buffer, since second outputs through ``mutated_inputs`` were seen to give NaN when
+autotuned. With a single split and values in one block, the template writes the result itself.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 @SymbolicGridFn
 def attend_grid(batch: Any, kv_heads: Any, rows: Any, meta: dict[str, Any], *, cdiv: Callable[[Any, Any], Any]) -> tuple:
-    """(tiles of rows, batch times kv heads, splits)."""
+    """Return the grid: (tiles of rows, batch times kv heads, splits)."""
     return (cdiv(rows, meta["BLOCK_R"] // meta.get("COPIES", 1)), batch * kv_heads, meta["SPLITS"])
 
 
 attend_template = TritonTemplate(name="kvcompile_attend", grid=attend_grid, source=SOURCE)
-# The template asks for both slots' plans while it is rendered.
+# The template calls ``plans`` while it is rendered.
 attend_template.template.globals |= {**GLOBALS, "plans": plans}
 
 
 def lower_decode(operands: AttendOperands[Any]) -> Any:
-    """The result of ``attend`` as a TensorBox."""
+    """Return the result of ``attend`` as a TensorBox."""
     q, keys = operands.q, operands.keys
     page_rows = static(keys[0].get_size()[3])
     paged = not equals(keys[0].get_size()[0], 1)
@@ -73,7 +73,7 @@ def lower_decode(operands: AttendOperands[Any]) -> Any:
             choices, input_nodes=inputs, layout=layout, call_sizes=[B, sympy.Integer(K), S * (H // K)],
             num_warps=config.tile.num_warps, num_stages=config.tile.num_stages, **config.options(),
         )
-    # Every position in use, so that choices differ by the work they do.
+    # Time with every position in use, so that choices differ by their work.
     in_use = {"HI": tokens_hint - 1, "LO": 0, "KEEP": 1, "KEPT": RUN, "BASE": tokens_hint - 1, "EARLY_AT": 0}
     partial = autotuned("kvcompile_attend", choices, inputs, layout, examples(config.operands, in_use))
     return partial if direct else merge(partial, nodes.get("SINKS"), Dv, None if operands.log_sums else q.get_dtype())
@@ -82,7 +82,7 @@ def lower_decode(operands: AttendOperands[Any]) -> Any:
 def _nodes_and_config(
     operands: AttendOperands[Any], H: int, K: int, D: int, Dv: int, page_rows: int, paged: bool
 ) -> tuple[dict[str, Any], AttendConfig]:
-    """Every operand that the template may ask for, realized, and the kernel before it is cut into tiles and splits."""
+    """Return every operand that the template may read, realized, by name, and the kernel before tiles and splits are chosen."""
     q, keys, values, exact_newest, rope = operands.q, operands.keys, operands.values, operands.exact_newest, operands.rope
     nodes = {
         "Q": q, "HI": operands.hi, "LO": operands.lo, "KEEP": operands.keep, "BIAS": operands.bias, "SINKS": operands.sinks,
@@ -121,16 +121,16 @@ def _nodes_and_config(
 
 
 def merge(partial: Any, sinks: Any, value_dim: int, dtype: torch.dtype | None, more: tuple[Any, Any, Any] | None = None) -> Any:
-    """Splits [Z, B, H, S, Dv + 2] to [B, H, S, Dv] by log-sum-exp, in Inductor's own operations.
+    """Merge splits [Z, B, H, S, Dv + 2] into [B, H, S, Dv] by log-sum-exp, in Inductor's own operations.
 
-    ``dtype``: that of the result; None for float32 with each query's log-sum as one more channel.
+    ``dtype``: the result's; None for float32 with each query's log-sum as one more channel.
 
-    ``more``: sums [B, H, S, Dv], maxima and totals [B, H, S, 1] over tokens that no split has.
+    ``more``: sums [B, H, S, Dv], maxima and totals [B, H, S, 1] over tokens that are in no split; None without.
 
     Maxima and totals are broadcast to all channels first, so that the three reductions over Z have one shape
     and become one kernel. More splits than ``ONE_PASS`` are folded onto each other elementwise, since Inductor
-    keeps only that many rows of an outer reduction in registers and would read everything twice. Splits with
-    nothing are -inf and 0; a row with nothing at all gives zeros; NaN stays.
+    keeps only that many rows of an outer reduction in registers and would read everything twice. Empty splits
+    are -inf and 0; a row without visible tokens gives zeros; NaN stays.
     """
     do = _Lowered()
     splits = int(partial.get_size()[0])
@@ -167,7 +167,7 @@ def merge(partial: Any, sinks: Any, value_dim: int, dtype: torch.dtype | None, m
     if dtype is None:
         first = [do(aten.slice.Tensor, do(aten.expand, item, total.get_size()), 3, 0, 1) for item in (do(aten.squeeze, top, 0), total)]
         log_sums = do(aten.mul, do(aten.add, first[0], do(aten.log2, first[1])), 1 / LOG2E)
-        # Inductor's ``cat`` asks the node that is lowered for a list of tensors, which ``attend`` is not given.
+        # Inductor's ``cat`` reads a list of tensors from the node that is being lowered, which is ``attend`` here.
         return do(aten.add, do(aten.constant_pad_nd, result, [0, 1], 0.0), do(aten.constant_pad_nd, log_sums, [value_dim, 0], 0.0))
     return do(prims.convert_element_type, result, dtype)
 
@@ -180,29 +180,29 @@ class _Lowered:
 
 
 def _in_pairs(nodes: dict[str, Any], name: str) -> bool:
-    """Whether an operand is there whose numbers of two neighboring tokens may be loaded as one word."""
+    """Return whether an operand is given and its numbers of two neighbouring tokens may be loaded as one word."""
     return name in nodes and pairs_of_rows(nodes[name])
 
 
 def _half(nodes: dict[str, Any], letter: str) -> list[Any]:
-    """The scales and zero points of a slot where all of them are float16, as the packed ways of decoding need them."""
+    """Return a slot's scales and zero points if all are float16, as packed decoding needs them; otherwise an empty list."""
     found = [nodes[name] for name in (f"{letter}_SCALES", f"{letter}_ZEROS") if name in nodes]
     return found if all(node.get_dtype() == torch.float16 for node in found) else []
 
 
 def _looks_up(nodes: dict[str, Any], letter: str) -> bool:
-    """Whether assembly may look a slot's levels up. Beside first tokens it was never run: elements are decoded there."""
+    """Return whether assembly may look up a slot's levels. Not with first tokens: that was never run, so elements are decoded."""
     return bool(_half(nodes, letter)) and "EARLY_K" not in nodes and lays_out_as_known()
 
 
 def _paired(nodes: dict[str, Any]) -> bool:
-    """Whether neighboring scales of the keys can be loaded as one word, as folding them into the queries needs it."""
+    """Return whether neighbouring key scales can be loaded as one word, as folding them into the queries needs."""
     found = _half(nodes, "K")
     return bool(found) and all(multiple(node, 2) for node in found)
 
 
 def _scale_pack(nodes: dict[str, Any], letter: str) -> int:
-    """How many scales of a token are loaded as one word: all of them where they fill 32 or 64 bits."""
+    """Return how many scales of a token are loaded as one word: all if they fill 32 or 64 bits, otherwise 1."""
     found = _half(nodes, letter)
     if not found:
         return 1

@@ -1,7 +1,7 @@
 """The attend kernel without Inductor and without a device: its source, PTX, cubin, SASS, instruction counts.
 
-The same template text is rendered with stand-ins for Inductor's hooks, so what ``dump`` shows, what runs in
-Triton's interpreter and what CI compiles for sm_80, sm_90 and sm_100 is the kernel that a GPU gets.
+The template is rendered with replacements for Inductor's hooks, so the kernel that ``dump`` shows, that runs in
+Triton's interpreter and that CI compiles for sm_80, sm_90 and sm_100 is the one that a GPU gets.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class OfflineCompilation(CompileError):
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """Sizes and strides of one operand in elements; ``"name"`` entries become run-time arguments."""
+    """Size, strides (in elements) and dtype of one operand; entries that are names become run-time arguments."""
 
     size: tuple[int | str, ...]
     stride: tuple[int | str, ...]
@@ -50,12 +50,12 @@ class Operand:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Operand:
-        """As the tensor lies in memory."""
+        """Return the size, strides and dtype of a tensor."""
         return Operand(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
     @staticmethod
     def contiguous(size: Sequence[int | str], dtype: torch.dtype) -> Operand:
-        """Row-major; only the first size may be a name."""
+        """Return a row-major operand; only the first size may be a name."""
         strides, step = [], 1
         for extent in reversed(size):
             strides.append(step)
@@ -64,11 +64,11 @@ class Operand:
 
 
 def operands_for(config: AttendConfig, batch: int = 1, queries: int = 1) -> dict[str, Operand]:
-    """Contiguous operands of a store with ``PAGES`` pages, a run-time argument."""
+    """Return contiguous operands of a store with ``PAGES`` pages, a run-time argument, by name."""
     key, value = config.plans
     masks, beside = config.masks, config.beside
     heads = config.kv_heads * config.group
-    # What is not paged are the new tokens themselves, as they are attended to when nothing is cached.
+    # Unpaged operands are the new tokens themselves, attended to when nothing is cached.
     pages, rows = ("PAGES", config.page_rows) if config.paged else (1, queries)
 
     def plane(width: int, dtype: torch.dtype, block: int = 1) -> Operand:
@@ -118,7 +118,7 @@ def output_for(config: AttendConfig, batch: int = 1, queries: int = 1) -> Operan
 
 @functools.cache
 def template(source: str) -> Any:
-    """Return Jinja's template of a kernel's source, which takes longer to make than to render."""
+    """Return the jinja template of a kernel's source; cached, since parsing takes longer than rendering."""
     import jinja2
 
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined)
@@ -127,9 +127,9 @@ def template(source: str) -> Any:
 
 
 class KernelSignature:
-    """A kernel's arguments, as a template asks for them: operands, ``OUT``, and the sizes ``named`` of both.
+    """A kernel's arguments, as a template queries them: operands, ``OUT``, and the sizes and strides in ``named``.
 
-    As in Inductor nothing is known of an operand ahead of ``def_kernel``.
+    As in Inductor, operands cannot be queried before ``def_kernel``.
     """
 
     def __init__(self, operands: Mapping[str, Operand], named: Sequence[str], options: Mapping[str, Any]) -> None:
@@ -137,7 +137,7 @@ class KernelSignature:
         self.begun: tuple[str, ...] = ()
 
     def def_kernel(self, *names: str) -> str:
-        """Return the lines down to the function's body, with all options in it."""
+        """Return the module's text down to the function's body, with all options as constants."""
         self.begun = names
         arguments = ", ".join((*names, "OUT", *self.named))
         constants = {**self.options, "INDEX_DTYPE": "tl.int64"}
@@ -145,11 +145,11 @@ class KernelSignature:
         return "\n".join(["import triton", "import triton.language as tl", "", "", "@triton.jit", f"def {KERNEL}({arguments}):", *lines])
 
     def size(self, name: str, axis: int) -> str:
-        """Return the text of an operand's size."""
+        """Return an operand's size along an axis, as text."""
         return str(self._operand(name).size[axis])
 
     def stride(self, name: str, axis: int) -> str:
-        """Return the text of an operand's stride."""
+        """Return an operand's stride along an axis, as text."""
         return str(self._operand(name).stride[axis])
 
     def _operand(self, name: str) -> Operand:
@@ -163,7 +163,7 @@ def named_sizes(operands: Iterable[Operand]) -> list[str]:
 
 
 def render(config: AttendConfig, operands: Mapping[str, Operand], out: Operand) -> str:
-    """A standalone ``@triton.jit`` module; arguments are the operands, the output, then named sizes."""
+    """Return a standalone ``@triton.jit`` module; arguments are the operands, the output, then named sizes."""
     made = KernelSignature(operands, named_sizes((*operands.values(), out)), config.options())
 
     def store_output(indices: Sequence[str], value: str, mask: str, indent_width: int = 4, val_shape: object = None) -> str:
@@ -178,17 +178,17 @@ def render(config: AttendConfig, operands: Mapping[str, Operand], out: Operand) 
 
 
 def attend_source(config: AttendConfig, batch: int = 1, queries: int = 1) -> str:
-    """The kernel of ``config`` over a contiguous store of any number of pages."""
+    """Return the source of ``config``'s kernel over a contiguous store of any number of pages."""
     return render(config, operands_for(config, batch, queries), output_for(config, batch, queries))
 
 
 def load_module(source: str, kind: str = "attend") -> types.ModuleType:
-    """The rendered module, imported from a file, as triton needs the text of its functions."""
+    """Return the rendered module, imported from a file, since Triton reads the source text of its functions."""
     digest = hashlib.sha256(source.encode()).hexdigest()[:16]
     folder = pathlib.Path(tempfile.gettempdir()) / f"kvcompile-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     path = folder / f"{kind}_{digest}.py"
-    # Another process may be reading the same module: it is there whole or not at all.
+    # Another process may read the same file: written whole, then renamed.
     with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".part", delete=False) as part:
         part.write(source)
     pathlib.Path(part.name).replace(path)
@@ -202,7 +202,7 @@ def load_module(source: str, kind: str = "attend") -> types.ModuleType:
 
 
 def compile_offline(source: str, config: AttendConfig, arch: str = "sm_90", batch: int = 1) -> dict[str, str | bytes]:
-    """``ttgir``, ``ptx`` and ``cubin`` of a rendered source, on a machine with or without a device."""
+    """Return ``ttgir``, ``ptx`` and ``cubin`` of a rendered source; needs no device. Raises OfflineCompilation."""
     if arch not in ARCHITECTURES:
         raise OfflineCompilation(expected=f"one of {sorted(ARCHITECTURES)}", found=arch, todo="pass one of these")
     kernel = getattr(load_module(source), KERNEL)
@@ -213,7 +213,7 @@ def compile_offline(source: str, config: AttendConfig, arch: str = "sm_90", batc
 
 
 def sass(cubin: bytes) -> str:
-    """The machine code as text, by the disassembler that triton's package carries."""
+    """Return the machine code as text, by the disassembler in triton's package. Raises OfflineCompilation."""
     import triton
 
     tool = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
@@ -230,7 +230,7 @@ def sass(cubin: bytes) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class LoopCount:
-    """Issued instructions of the hot loop, in all and by opcode, per K or V element of one tile."""
+    """Instructions of the hot loop, in total and by opcode, and the thread instructions per K or V element of one tile."""
 
     instructions: int
     per_element: float
@@ -238,15 +238,16 @@ class LoopCount:
 
 
 def loop_of(cubin: bytes) -> list[str]:
-    """The instructions of the hot loop, as text: the largest backward branch, a pipelined one if there is any, since what is attended
-    to in part has a second loop.
+    """Return the instructions of the hot loop, as text.
+
+    It is the largest backward branch, among pipelined ones if there are any, since partly visible tiles have a second loop.
     """
     code, first, last, _ = _hot_loop(cubin)
     return code[first : last + 1]
 
 
 def hot_way(cubin: bytes) -> list[str]:
-    """The instructions of the hot loop that every step has: what a branch may leave out is left out, but for copies ahead."""
+    """Return the instructions of the hot loop that every step executes: parts that a branch can skip are left out, except copies ahead."""
     code, first, last, targets = _hot_loop(cubin)
     way, at = [], first
     while at <= last:
@@ -258,7 +259,7 @@ def hot_way(cubin: bytes) -> list[str]:
 
 
 def _hot_loop(cubin: bytes) -> tuple[list[str], int, int, dict[int, int]]:
-    """Instructions as text, the first and the last of the hot loop, and the places that branches lead to."""
+    """Return instructions as text, the first and the last index of the hot loop, and branch targets by the branch's index."""
     labels: dict[str, int] = {}
     code: list[str] = []
     for line in sass(cubin).splitlines():
@@ -279,9 +280,9 @@ def _hot_loop(cubin: bytes) -> tuple[list[str], int, int, dict[int, int]]:
 
 
 def instructions_per_element(config: AttendConfig, cubin: bytes) -> LoopCount:
-    """Instructions that all warps issue for one tile, over the tile's K and V elements, in warp-wide units.
+    """Return the instructions that all warps issue for one tile, over the tile's K and V elements.
 
-    1.0 is one thread instruction an element.
+    1.0 is one thread instruction per element.
     """
     body = loop_of(cubin)
     opcodes = collections.Counter(text.split()[0].split(".")[0] for text in body)

@@ -1,7 +1,7 @@
-"""Which sub-dots an encoded slot falls into: the scheme's side of the attend template, made of plain data.
+"""The plan of an encoded slot's sub-dots: the scheme's side of the attend template, as plain data.
 
-A row of a plane is W stored words. The kernel loads it as VIEW words (pairs of bytes as uint16 where that
-is possible, since 16-bit elements can be transposed on their way to the tensor cores and two of them
+A row of a plane is W stored words. The kernel loads it as VIEW words (pairs of bytes as uint16 if
+possible, since 16-bit elements can be transposed on their way to the tensor cores and two of them
 unpack in one register), cut into CHUNKS: power-of-two runs of view words that do not cross a scale's
 group in any part. A PIECE is one part of a chunk: a matrix [tokens, chunk] whose channels are
 ``first + step * column`` and share one scale. So scales multiply sub-dot results, never elements.
@@ -9,7 +9,7 @@ group in any part. A PIECE is one part of a chunk: a matrix [tokens, chunk] whos
     D = 128, int4 in groups of 32: W = 64 bytes = 32 view words; 2 chunks of 16; 4 parts (low and high
     nibble of the even and of the odd byte); 8 pieces; 4 scales, two pieces each.
 
-How codes become numbers is the plan's ``Decode``, chosen by what the format says.
+The plan's ``Decode``, chosen by the format, is the way in which codes become numbers.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from kvcompile.lowering.codegen.prmt_key_lookup import RUN, Codes, picked_word
 from kvcompile.types import KernelFormat, Role, SlotSpec
 
 INDEX_BITS = (2, 3, 4, 5)
-"""Bits of indices into tables that have ways of their own."""
+"""Bits of table indices for which PICKED and PAIRED exist."""
 
 MIN_CHUNK = 16
-"""The narrowest side of a dot along channels; shorter chunks are padded with masked columns."""
+"""Least size of a dot along channels; shorter chunks are padded with masked columns."""
 
 
 class Decode(enum.Enum):
-    """Where scales, zero points and tables come in."""
+    """Ways to apply scales, zero points and tables."""
 
     PLAIN = "the codes are the values, or are those times one number for each kv head"
     SCALED = "a token's scales multiply the results of its sub-dots, or its value elements"
@@ -56,7 +56,7 @@ class Chunk:
 
     @property
     def padded(self) -> bool:
-        """Whether the block has columns beyond the run."""
+        """Whether the block has masked columns beyond the run."""
         return self.count != self.block
 
 
@@ -64,7 +64,8 @@ class Chunk:
 class Piece:
     """One part of a chunk: column j is channel ``first + step * j``; ``expression`` unpacks ``{word}``.
 
-    value = unpacked * 2**power - offset, where the offset is not subtracted already. ``sides``: of PICKED keys, where codes come from.
+    value = unpacked * 2**power - offset, unless the expression subtracts the offset. ``sides``: locations of the codes of PICKED keys,
+    otherwise None.
     """
 
     name: str
@@ -79,15 +80,15 @@ class Piece:
 
     @property
     def channels(self) -> range:
-        """The channels, in the order of their words."""
+        """The channels, in word order."""
         return range(self.first, self.first + self.step * self.chunk.count, self.step)
 
     def word(self, column: str) -> str:
-        """Which word of the chunk a column is of, as a Triton expression."""
+        """Return the chunk's word of a column, as a Triton expression."""
         return picked_word(column) if self.sides else column
 
     def channel(self, column: str) -> str:
-        """The channel of a column, as a Triton expression."""
+        """Return the channel of a column, as a Triton expression."""
         return f"({self.first} + {self.step} * {self.word(column)})"
 
     @property
@@ -96,21 +97,21 @@ class Piece:
         return self.chunk.block
 
     def unpack(self, word: str, scale: str = "", zero: str = "") -> str:
-        """The unpacked piece as a Triton expression on the chunk's block; packed SHIFTED pieces are scaled and shifted as well."""
+        """Return the unpacked piece as a Triton expression on the chunk's block; packed SHIFTED pieces are scaled and shifted as well."""
         return self.expression.replace("{word}", word).replace("{scale}", scale).replace("{zero}", zero)
 
 
 @dataclasses.dataclass(frozen=True)
 class TemplateSlot:
-    """All that the template needs of one slot.
+    """All facts of one slot that the template uses.
 
-    ``normalize`` says that queries must be brought into float16's range first. ``offset`` is what unpacked
-    SCALED keys are too large by: queries are known before the loop, so the kernel takes it out of the score, where it
-    costs one addition a score instead of one an element. SCALED values are unpacked without an offset, since their
+    ``normalize``: queries must be scaled into float16's range first. ``offset``: excess of unpacked SCALED keys;
+    queries are known before the loop, so the kernel subtracts it from the score, which costs
+    one addition a score instead of one an element. SCALED values are unpacked without an offset, since their
     sum over many tokens would lose the bits that the offset takes. ``lifted`` values are multiplied by their
-    scale element by element, two to an instruction: cheaper than a weighted copy of the probabilities, each
-    to be brought into operand layout, for every one of several scales a token.
-    ``group``, ``token_block``, ``levels``, ``segments``, ``static``, ``norms``: as the format has them.
+    scale element by element, two to an instruction: cheaper than one weighted copy of the probabilities, each
+    converted to operand layout, for each of several scales a token.
+    ``group``, ``token_block``, ``levels``, ``segments``, ``static``, ``norms``: as in the scheme's format.
     """
 
     role: Role
@@ -138,22 +139,22 @@ class TemplateSlot:
 
     @property
     def dot_type(self) -> str:
-        """Return the dtype that the tensor cores multiply, as Triton's name."""
+        """Dtype that the tensor cores multiply, as Triton's name."""
         return TRITON_TYPES[self.dtype]
 
     @property
     def view_type(self) -> str:
-        """The dtype of one loaded word, as Triton's name."""
+        """Dtype of one loaded word, as Triton's name."""
         return TRITON_TYPES[self.view]
 
     @property
     def coded(self) -> bool:
-        """Whether words are codes that scales belong to, which have to be unpacked."""
+        """Whether words are codes with scales, which must be unpacked."""
         return self.scaled or self.static
 
     @property
     def plain(self) -> bool:
-        """Whether the codes are the values, or are those times one number for each kv head."""
+        """Whether the codes are the values, possibly times one number for each kv head."""
         return self.decode is Decode.PLAIN
 
     @property
@@ -162,25 +163,25 @@ class TemplateSlot:
         return self.decode is Decode.SCALED
 
     def clear(self, lo: int, bias: int) -> bool:
-        """Whether tiles that are attended to whole have a loop of their own, beside these values, a lowest token and a bias.
+        """Return whether fully visible tiles get a loop without masks, for value slots; ``lo``, ``bias``: the kernel's masks.
 
-        Where a token has scales of its own, the layout that masks bring with them is the better one; the hardware masks plain loads.
+        Not with token scales, for which the layout that masks bring is the better one, nor for plain loads, which the hardware masks.
         """
         return not (lo or bias or self.by_token or self.plain)
 
     @property
     def folded(self) -> bool:
-        """Whether the queries take the scales."""
+        """Whether scales are folded into the queries."""
         return self.decode is Decode.FOLDED
 
     @property
     def shifted(self) -> bool:
-        """Whether elements are decoded in float16, scale and zero point at once."""
+        """Whether elements are decoded in float16, by one multiply-add of scale and zero point."""
         return self.decode is Decode.SHIFTED
 
     @property
     def picked(self) -> bool:
-        """Whether levels are picked as integers."""
+        """Whether levels are looked up as integers in registers."""
         return self.decode is Decode.PICKED
 
     @property
@@ -190,7 +191,7 @@ class TemplateSlot:
 
     @property
     def bits(self) -> int:
-        """Bits of an index into a table."""
+        """Bits of a table index."""
         return (self.levels - 1).bit_length()
 
     @property
@@ -200,35 +201,35 @@ class TemplateSlot:
 
     @property
     def runs(self) -> tuple[Chunk, ...]:
-        """The channels of a token that is not encoded, cut into blocks."""
+        """Channels of a full-precision token, cut into blocks."""
         return tuple(_chunks([self.dim]))
 
     @property
     def byte_runs(self) -> tuple[Chunk, ...]:
-        """The bytes of a row, cut into what PICKED keys load."""
+        """Bytes of a row, cut into the runs that PICKED keys load."""
         if self.segments == 1:
             return self.chunks
         whole, rest = divmod(self.row_words * self.segments, RUN)
         return tuple(Chunk(f"r{at}", at * RUN, RUN if at < whole else rest, RUN) for at in range(whole + bool(rest)))
 
     def place(self, channel: str) -> tuple[str, str]:
-        """The piece and the word of it, before ``picked_word``'s order, that a channel of PICKED keys is, as Triton expressions."""
+        """Return the piece of a channel of PICKED keys, and its word before ``picked_word``'s order, as Triton expressions."""
         part, word, count = f"({channel} // {self.row_words})", f"({channel} % {self.row_words})", self.pieces[0].chunk.count
         if self.row_words < RUN and self.segments > 1:
             return f"({channel} // {RUN})", f"({channel} % {RUN})"
         return f"({word} // {count} * {len(self.pieces) // len(self.chunks)} + {part})", f"({word} % {count})"
 
     def of_scale(self, scale: int) -> tuple[Piece, ...]:
-        """The pieces that share one scale."""
+        """Return the pieces that share one scale."""
         return tuple(piece for piece in self.pieces if piece.scale == scale)
 
     def powers_of(self, scale: int) -> tuple[int, ...]:
-        """The different powers of the pieces that share one scale."""
+        """Return the distinct powers of the pieces that share one scale."""
         return tuple(sorted({piece.power for piece in self.of_scale(scale)}))
 
     @property
     def spans(self) -> tuple[tuple[int, ...], ...]:
-        """The different powers, largest first, in runs of at most two octaves: what one accumulator of FOLDED keys serves."""
+        """Distinct powers, largest first, in runs of at most two octaves: each run shares one accumulator of FOLDED keys."""
         spans: list[list[int]] = []
         for power in sorted({piece.power for piece in self.pieces}, reverse=True):
             if not spans or spans[-1][0] - power > 2:
@@ -237,26 +238,26 @@ class TemplateSlot:
         return tuple(tuple(span) for span in spans)
 
     def lowered(self, piece: Piece) -> int:
-        """The octaves that a FOLDED piece's queries are smaller by, so that its accumulator has one unit."""
+        """Return the octaves by which a FOLDED piece's queries are scaled down, so that its accumulator has one unit."""
         return next(span[0] for span in self.spans if piece.power in span) - piece.power
 
     def single_group(self, piece: Piece) -> bool:
-        """Whether one scale covers all channels of a piece."""
+        """Return whether one scale covers all channels of a piece."""
         return len({channel // self.group for channel in piece.channels}) == 1
 
 
 def dot_dtype(fmt: KernelFormat, query: torch.dtype) -> torch.dtype:
-    """In which dtype codes are multiplied without losing a bit of them.
+    """Return the dtype in which codes are multiplied without losing bits.
 
-    float16 for codes whenever the query is a 16-bit float: all codes must be exact in it, which is checked
-    here on every word. The kernel then brings bfloat16 queries into float16's range row by row.
+    float16 for codes if the query is a 16-bit float and all codes are exact in float16, which is checked
+    here on every word. The kernel then scales bfloat16 queries into float16's range row by row.
     """
     if query == torch.float32:
         return query
     if not fmt.coded:
         return torch.promote_types(fmt.word_dtype, query)
     if fmt.segments > 1:
-        # Integers of at most eight bits.
+        # Words of several bytes hold integers of at most eight bits.
         return torch.float16
     words = torch.arange(256, dtype=torch.int32, device="cpu").to(torch.uint8).view(fmt.word_dtype)
     for part in range(fmt.parts):
@@ -272,11 +273,11 @@ def slot_plan(
     scheme: str, role: Role, dim: int, word_dtype: torch.dtype, query: torch.dtype, wide: bool, packed: bool, generic: bool = False,
     tall: int = 16,
 ) -> TemplateSlot:
-    """The plan of one slot.
+    """Return the plan of one slot.
 
-    ``wide`` says that bytes may be loaded in pairs (strides are even); ``packed`` that inline PTX may be used;
-    ``generic`` that elements must be decoded one by one whatever the format allows. ``tall``: the tokens
-    of a tile where they lie on the tall side, else 0: scales go into few queries, not into many, once a block of tokens.
+    ``wide``: bytes may be loaded in pairs (strides are even); ``packed``: inline PTX may be used;
+    ``generic``: elements must be decoded one by one for any format. ``tall``: the tokens
+    of a tile if tokens are the tall side, otherwise 0: scales are folded into few queries once a block of tokens, not into many.
     """
     fmt = schemes.parse(scheme).format(SlotSpec(1, dim, word_dtype, role))
     dtype = dot_dtype(fmt, query)
@@ -301,7 +302,7 @@ def slot_plan(
                 first = part * words + chunk.first * per + byte
                 name = f"{chunk.name}_{part * per + byte}"
                 if decode is Decode.PAIRED:
-                    # Looked up before. Values come out halved, as what they are multiplied by.
+                    # Looked up before, halved: the power of two makes up for it.
                     text = f"{{word}}_{part}_{byte}"
                     unpacked = multiplied(text, "{scale}") if packed else text, 1, 0
                 elif decode is Decode.SHIFTED:
@@ -323,7 +324,7 @@ def slot_plan(
 
 
 def _decode(fmt: KernelFormat, role: Role, dim: int, dtype: torch.dtype, wide: bool, generic: bool, tall: int) -> Decode:
-    """The cheapest way that gives the format's values."""
+    """Return the cheapest way to decode the format exactly."""
     if not fmt.scaled and not fmt.levels:
         return Decode.ELEMENTS if generic else Decode.PLAIN
     if generic or (fmt.segments > 1 and not fmt.levels):
@@ -334,7 +335,7 @@ def _decode(fmt: KernelFormat, role: Role, dim: int, dtype: torch.dtype, wide: b
         if not (tall > 0 and dtype == torch.float16 and _indices(fmt)) or min(_runs(edges)) < MIN_CHUNK:
             return Decode.ELEMENTS
         if role is Role.KEY:
-            # Pieces are alike in shape, each of 32 channels of one scale.
+            # All pieces must have one shape: 32 channels of one scale.
             alike = len(set(_runs(edges))) == 1 if fmt.segments == 1 else words == MIN_CHUNK or words % RUN == 0
             return Decode.PICKED if alike else Decode.ELEMENTS
         return Decode.PAIRED if wide and all(edge % 2 == 0 for edge in edges) else Decode.ELEMENTS
@@ -353,7 +354,7 @@ def _decode(fmt: KernelFormat, role: Role, dim: int, dtype: torch.dtype, wide: b
 
 
 def _indices(fmt: KernelFormat) -> bool:
-    """Whether part i of a word is plainly its i-th field as an index, of a width that is known, scales lying by token and group."""
+    """Return whether part i of a word is exactly its i-th bit field, of a supported width, with scales by token and group."""
     bits = (fmt.levels - 1).bit_length()
     if bits not in INDEX_BITS or fmt.levels != 1 << bits or fmt.parts * bits != 8 * fmt.segments:
         return False
@@ -366,14 +367,14 @@ def _indices(fmt: KernelFormat) -> bool:
 
 
 def _runs(edges: list[int]) -> list[int]:
-    """The lengths between edges."""
+    """Return the lengths between edges."""
     return [edge - start for start, edge in zip([0, *edges], edges, strict=False)]
 
 
 def _picked(fmt: KernelFormat, dim: int) -> TemplateSlot:
-    """The plan of PICKED keys: runs of a row's bytes; pieces of 32 channels, columns of integers in the order of ``picked_word``.
+    """Return the plan of PICKED keys: runs of a row's bytes; pieces of 32 channels, with columns of integers in ``picked_word``'s order.
 
-    Two sides of a piece are words 0 .. 15 and 16 .. 31 of a chunk, or where a row has no more than 16 words, two parts of these.
+    Two sides of a piece are words 0 .. 15 and 16 .. 31 of a chunk or, if a row has at most 16 words, two parts of them.
     """
     words = dim // fmt.parts
     narrow = fmt.segments > 1 and words < RUN
@@ -381,7 +382,7 @@ def _picked(fmt: KernelFormat, dim: int) -> TemplateSlot:
     pieces = []
     for chunk in chunks:
         for part in range(0, fmt.parts, 2 if narrow else 1):
-            # Bytes ``segment`` of the words of either side: the run of the row that they are in, and which half of it.
+            # For byte ``segment`` of each side's words: its run of the row, and the half of that run.
             starts = [(segment * words + chunk.first) // MIN_CHUNK for segment in range(fmt.segments)]
             if narrow:
                 sides = [Codes(part + side, tuple((start // 2, start % 2) for start in starts)) for side in range(2)]
@@ -398,7 +399,7 @@ def _picked(fmt: KernelFormat, dim: int) -> TemplateSlot:
 
 
 def _elements(fmt: KernelFormat, role: Role, dim: int, query: torch.dtype) -> TemplateSlot:
-    """The plan that serves every format: words of one code's dtype, printed expressions, no tricks."""
+    """Return the plan for any format: words of one code's dtype, printed expressions, no tricks."""
     words = dim // fmt.parts
     chunks = _chunks(_edges(fmt, words) if fmt.group >= MIN_CHUNK else [words])
     pieces = tuple(
@@ -412,7 +413,7 @@ def _elements(fmt: KernelFormat, role: Role, dim: int, query: torch.dtype) -> Te
 
 
 def _edges(fmt: KernelFormat, words: int) -> list[int]:
-    """Where chunks must end: at the row's end and wherever any part of a word enters another scale's group."""
+    """Return the ends of chunks: the row's end, and each word at which any part enters another scale's group."""
     edges = {words}
     if fmt.scaled and fmt.group < words * fmt.parts:
         edges |= {w for w in range(1, words) for part in range(fmt.parts) if (part * words + w) % fmt.group == 0}
@@ -420,7 +421,7 @@ def _edges(fmt: KernelFormat, words: int) -> list[int]:
 
 
 def _chunks(edges: list[int], least: int = MIN_CHUNK, most: int = 1 << 30) -> list[Chunk]:
-    """Power-of-two runs between the edges, longest first, none longer than ``most``; the last one of a run may be padded."""
+    """Return power-of-two runs between the edges, longest first, none longer than ``most``; the last one of a run may be padded."""
     chunks: list[Chunk] = []
     start = 0
     for edge in edges:
@@ -436,7 +437,7 @@ def _chunks(edges: list[int], least: int = MIN_CHUNK, most: int = 1 << 30) -> li
 def _expression(
     fmt: KernelFormat, part: int, byte: int, pair: bool, packed: bool, dtype: torch.dtype, centered: bool
 ) -> tuple[str, int, int]:
-    """Text that unpacks ``{word}`` to ``dtype``, the power of two that it lacks, the offset that it has too much."""
+    """Return text that unpacks ``{word}`` to ``dtype``, the power of two it must be multiplied by, and the offset to subtract."""
     name = TRITON_TYPES[dtype]
     if not pair:
         text = triton_expression(fmt, part, "{word}")

@@ -1,6 +1,6 @@
-"""The one attend template, from its files: the glossary of its symbols stands at the top of ``operands.jinja``.
+"""The attend template, from its files; the glossary of its symbols is at the top of ``operands.jinja``.
 
-Rendered by Inductor (``lower``) and, with stand-ins for Inductor's hooks, by ``offline``.
+Rendered by Inductor (``lower``) and, with replacements for Inductor's hooks, by ``offline``.
 """
 
 from __future__ import annotations
@@ -25,4 +25,4 @@ PRINTERS = (
 )
 
 GLOBALS = {**SIZES, **{printer.__name__: printer for printer in PRINTERS}, "LARGEST": prmt_key_lookup.LARGEST, "RUN": RUN}
-"""What the template calls while it is rendered, but the plans of its slots."""
+"""Functions and constants that the template uses while it is rendered, without ``plans``."""
