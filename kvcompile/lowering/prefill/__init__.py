@@ -1,1 +1,1 @@
-"""Attention of many rows on CUDA: the prefill template, and chunks decoded into a scratch."""
+"""Attention of many query rows on CUDA: the prefill template, and chunks of tokens decoded into a scratch buffer."""

@@ -1,15 +1,15 @@
-"""Attention of very many rows over codes: each chunk of tokens is decoded once into a scratch, for all rows, and attended to there.
+"""Attention of very many rows over codes: each chunk of tokens is decoded once into a scratch buffer, for all rows.
 
 The prefill template decodes a tile of tokens in every program that reads it; from a thousand rows a kv head on that costs as
-much as the products. Here a chunk of a constant number of tokens is decoded by a kernel of its own (``decode_chunk``) into
-what a dense cache would hold of it, the template runs over that as it does over dense planes, and partial sums stay
+much as the products. Here a kernel (``decode_chunk``) decodes a chunk, a constant number of tokens, into the
+content of a dense cache, the template runs over that as over dense planes, and partial sums stay
 in the output from chunk to chunk. The scratch never grows with the tokens.
 
-The number of chunks is that of the planes' capacity, which the host knows; how much of it is in use only the device
-knows: programs beyond the newest position return at once. Nothing waits for the device, so a CUDA graph can capture it.
+The number of chunks follows from the planes' capacity, which the host knows; only the device knows how much of it is
+in use: programs beyond the newest position return at once. Nothing waits for the device, so a CUDA graph can capture the launches.
 
-``kvcompile::attend_chunks`` takes the operands of ``attend`` that the template knows, no sinks, and ``cut``: chunk, splits, tokens
-and rows of a tile, warps, stages. It gives partial sums, maxima and totals, float32 [splits, B, H, S, Dv + 2], to be merged.
+``kvcompile::attend_chunks`` takes the operands of ``attend`` that the template supports, without sinks, and ``cut``: chunk, splits, tokens
+and rows of a tile, warps, stages. It returns partial sums, maxima and totals, float32 [splits, B, H, S, Dv + 2], to be merged.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LIBRARY.define(
 
 @dataclasses.dataclass(frozen=True)
 class ChunkKernel:
-    """One of the two kernels: its module's source, what its pointers point to, and how it is launched."""
+    """One of the two kernels: its module's source, its pointers' dtypes by name, and its warps and stages."""
 
     name: str
     source: str
@@ -47,25 +47,25 @@ class ChunkKernel:
     stages: int
 
     def compiled(self, arch: str) -> dict[str, str | bytes]:
-        """``ttgir``, ``ptx`` and ``cubin`` for an architecture, without a device; strides count as multiples of 16."""
+        """Return ``ttgir``, ``ptx`` and ``cubin`` for an architecture; needs no device. Strides are assumed to be multiples of 16."""
         kernel = getattr(load_module(self.source, "chunked"), self.name)
         signature = {name: POINTERS[self.pointers[name]] if name in self.pointers else "i32" for name in kernel.arg_names}
         return compile_for(kernel, signature, set(signature) - LOOSE, ARCHITECTURES[arch], self.warps, self.stages)
 
 
 LOOSE = frozenset({"hi_b", "hi_s", "lo_b", "lo_s", "keep_b", "keep_t", "keep_n", "recent_n", "base_b", "NEWEST_b", "OLDEST_b", "BASE_b"})
-"""Integers that may be any number."""
+"""Integer arguments that need not be multiples of 16."""
 
 
 def cut_as(config: PrefillConfig, cut: Sequence[int]) -> PrefillConfig:
-    """The configuration with the operand ``cut`` in it."""
+    """Return the configuration with the sizes of the operand ``cut``."""
     chunk, splits, tokens, rows, warps, stages = cut
     tile = Tile(tokens, rows, False, warps, stages)
     return dataclasses.replace(config, chunk=chunk, splits=splits, tile=tile)
 
 
 def decoder(config: PrefillConfig) -> ChunkKernel:
-    """The kernel that decodes a chunk of both slots."""
+    """Return the kernel that decodes a chunk of both slots."""
     types = {"K_OUT": config.dtype, "V_OUT": config.dtype, "NEWEST": torch.int64, "OLDEST": torch.int64, "BASE": torch.int64}
     for letter, word in (("K", config.key_word), ("V", config.value_word)):
         half = {f"{letter}_{plane}": torch.float16 for plane in ("SCALES", "ZEROS")}
@@ -77,7 +77,7 @@ def decoder(config: PrefillConfig) -> ChunkKernel:
 
 
 def attender(config: PrefillConfig) -> ChunkKernel:
-    """The template over the scratch; sizes and strides that may change from call to call are arguments."""
+    """Return the template's kernel over the scratch; sizes and strides that may change between calls are arguments."""
     own = config.over_scratch()
     heads, key, value = own.kv_heads, own.key_dim, own.value_dim
 
@@ -100,13 +100,13 @@ def attender(config: PrefillConfig) -> ChunkKernel:
 
 @functools.lru_cache(maxsize=256)
 def _loaded(config: PrefillConfig) -> tuple[Any, Any]:
-    """Both kernels, to be launched."""
+    """Return both kernels, loaded: the decoder, then the attender."""
     return tuple(getattr(load_module(made.source, "chunked"), made.name) for made in (decoder(config), attender(config)))  # type: ignore[return-value]
 
 
 @dataclasses.dataclass(frozen=True)
 class ChunkLaunch:
-    """One call of a kernel."""
+    """One kernel launch, with arguments in order."""
 
     kernel: Any
     arguments: tuple[Any, ...]
@@ -122,7 +122,7 @@ class ChunkLaunch:
 def launches(
     operands: AttendOperands[torch.Tensor], cut: Sequence[int], *, packed: bool | None = None
 ) -> tuple[torch.Tensor, list[ChunkLaunch]]:
-    """The tensor of partial sums and what fills it, to be run in order."""
+    """Return the tensor of partial sums, and the launches that fill it, in order; ``packed``: None uses PTX except on HIP."""
     q, keys, values, hi, lo, keep, base = (
         operands.q, operands.keys, operands.values, operands.hi, operands.lo, operands.keep, operands.base
     )
@@ -172,12 +172,12 @@ def launches(
 
 
 def _steps(name: str, axes: str, tensor: torch.Tensor | None) -> dict[str, Any]:
-    """The strides of a tensor's first axes, by the names that they have as arguments."""
+    """Return the strides of a tensor's first axes, by argument name; empty for None."""
     return {} if tensor is None else {f"{name}_{axis}": step for axis, step in zip(axes, tensor.stride(), strict=False)}
 
 
 def attend_chunks(operands: AttendOperands[torch.Tensor], cut: Sequence[int], packed: bool | None = None) -> torch.Tensor:
-    """Partial sums of ``attend``, float32 [splits, B, H, S, Dv + 2]; ``packed`` False keeps PTX out, as the interpreter needs it."""
+    """Return partial sums of ``attend``, float32 [splits, B, H, S, Dv + 2]; ``packed``: False avoids PTX, as the interpreter needs."""
     with torch.cuda.device_of(operands.q):
         out, found = launches(operands, cut, packed=packed)
         for launch in found:
@@ -190,7 +190,7 @@ def _inner_dense(x: torch.Tensor) -> torch.Tensor:
 
 
 def record_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[AttendOperands[torch.Tensor], list[int]]:
-    """The operands of a call of the operation, and its ``cut``."""
+    """Return the operands in a call of the operation, and its ``cut``."""
     given = named(operation, args, kwargs)
     return attend_operands({**given, "bias": None, "sinks": None}), given["cut"]
 

@@ -1,4 +1,4 @@
-"""One prefill kernel as data: what it computes (fixed by the site) and how it is cut. The many-row sibling of ``decode.config``."""
+"""One prefill kernel as data: the computation, fixed by the site, tiles and splits. The many-row counterpart of ``decode.config``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvcompile.lowering.prefill.table_slot import TableSlot, chunk_slot
 from kvcompile.types import PAGE, Role
 
 RAISED = 15
-"""Powers of two that float16 probabilities are raised by: the smallest ones keep their bits."""
+"""Float16 probabilities are multiplied by 2 to this power, so that the smallest ones keep their bits."""
 
 
 NO_MASKS = Masks()
@@ -24,8 +24,8 @@ SQUARE = Tile(64, 128, False, 8, 3)
 class PrefillConfig:
     """A complete description of one rendered kernel; hashable.
 
-    ``chunk`` above 0: the kernel sees that many tokens from a run-time position on and adds to partial sums that
-    earlier chunks left (``chunked``); ``offline`` renders such kernels, Inductor does not.
+    ``chunk`` above 0: the kernel sees that many tokens from a run-time position on and adds to the partial sums of
+    earlier chunks (``chunked``); ``offline`` renders such kernels, Inductor does not.
     """
 
     key_scheme: str
@@ -66,7 +66,7 @@ class PrefillConfig:
 
     @property
     def slots(self) -> tuple[TileSlot, TileSlot]:
-        """How the key and the value slot are read; ``fits`` must hold."""
+        """Plans of the key and the value slot; ``fits`` must hold."""
         key, value = self._slots()
         assert key is not None
         assert value is not None
@@ -86,7 +86,7 @@ class PrefillConfig:
 
     @property
     def decoded(self) -> tuple[TileSlot | TableSlot, TileSlot | TableSlot]:
-        """How chunks of the key and the value slot are decoded; ``chunks`` must hold."""
+        """Plans for decoding chunks of the key and the value slot; ``chunks`` must hold."""
         key, value = self._decoded()
         assert key is not None
         assert value is not None
@@ -94,18 +94,18 @@ class PrefillConfig:
 
     @property
     def chunks(self) -> bool:
-        """Whether chunks of both slots can be decoded, which lie in pages: codes that unpack, or indices into tables."""
+        """Whether chunks of both slots can be decoded: paged, without a bias, and codes that unpack or index tables."""
         return self.paged and self.masks.bias is Bias.NONE and None not in self._decoded()
 
     @property
     def fits(self) -> bool:
-        """Whether the template knows all of this attention. A mask operand of its own is the other template's business."""
+        """Whether the template supports this attention; the decode template handles a bias."""
         slots = self._slots()
         return self.masks.bias is Bias.NONE and all(slot is not None and (self.paged or not slot.scaled) for slot in slots)
 
     @property
     def operands(self) -> tuple[str, ...]:
-        """The template's inputs, in order; Q is normalized (``normalized``) where keys are codes, Q_RAW is as it was given."""
+        """Names of the template's inputs, in order. Q is ``normalized`` if keys are codes; Q_RAW is unchanged."""
         key, value = self.slots
         names = ["Q", "HI", "K_WORDS", "V_WORDS"]
         present = (
@@ -118,7 +118,7 @@ class PrefillConfig:
         return (*names, *(name for there, name in present if there))
 
     def options(self) -> dict[str, object]:
-        """The template's constants. Strings are quoted: each one is also printed as a constexpr."""
+        """Return the template's constants. Strings are quoted, since each constant is also printed as a constexpr."""
         masks, tile = self.masks, self.tile
         folded = self.softcap <= 0 and self.scale > 0
         return {
@@ -127,7 +127,7 @@ class PrefillConfig:
             "KEY_WORD": _quoted(self.key_word), "VALUE_WORD": _quoted(self.value_word), "QUERY": _quoted(self.dtype),
             "PACKED": int(self.packed), "KV_HEADS": self.kv_heads, "GROUP": self.group,
             "PAGE_ROWS": self.page_rows, "PAGED": int(self.paged),
-            # Without a cap, scores are in base-2 units from the start.
+            # Without a softcap, scores are in base-2 units from the start.
             "QK_SCALE": self.scale * (1.0 if self.softcap > 0 else LOG2E), "SOFTCAP": self.softcap, "LOG2E": LOG2E, "FOLDED": int(folded),
             "SPLITS": self.splits, "DIRECT": int(self.direct), "HAS_RECENT": int(self.exact_newest), "BASE_B": int(self.base_per_batch),
             "HAS_LO": int(masks.lo), "HAS_KEEP": int(masks.keep), "HAS_SINKS": int(masks.sinks),
@@ -140,7 +140,7 @@ class PrefillConfig:
 def slots(
     key_scheme: str, value_scheme: str, key_dim: int, value_dim: int, key_word: str, value_word: str, query: str, packed: int
 ) -> tuple[TileSlot, TileSlot]:
-    """Both slots from the template's constants; the template calls this while it is rendered."""
+    """Return both slots' plans from the template's constants; the template calls this while it is rendered."""
     dtype = _dtype(query)
     key = tile_slot(key_scheme.strip("'"), Role.KEY, key_dim, _dtype(key_word), dtype, bool(packed))
     value = tile_slot(value_scheme.strip("'"), Role.VALUE, value_dim, _dtype(value_word), dtype, bool(packed))
@@ -150,9 +150,9 @@ def slots(
 
 
 def normalized(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries [B, H, S, D] in float16, each row brought to at most one by a power of two, and what undoes it [B, H, S].
+    """Return queries [B, H, S, D] in float16, each row scaled to at most one by a power of two, and the inverse factors [B, H, S].
 
-    The eager form of what the lowering makes of Inductor's own operations.
+    The lowering does this in Inductor's own operations; this is the eager form.
     """
     top = q.to(torch.float32).abs().amax(-1, keepdim=True).clamp(min=SMALLEST)
     exponent = torch.floor(torch.log2(top)) + 1
@@ -160,7 +160,7 @@ def normalized(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 SMALLEST = 2.0**-100
-"""Rows of queries below it count as this large."""
+"""Least magnitude that a row of queries is scaled by."""
 
 
 def _quoted(dtype: torch.dtype) -> str:

@@ -1,9 +1,9 @@
-"""The text of the kernel that decodes one chunk of tokens into a scratch, keys and values in one launch.
+"""Source of the kernel that decodes one chunk of tokens into a scratch buffer, keys and values in one launch.
 
-A program has ``TOKENS`` tokens of one kv head of one batch row, keys where its third number is 0, else values. Codes unpack as for the
-prefill template (``TileSlot``), or are indices into a table (``TableSlot``); value = code * scale (+ zero point) is one fused multiply-add
-in float32, rounded once to the queries' dtype: what a dense cache would hold. Tokens that no query attends to are not decoded, and
-what the scratch then holds is masked by whoever reads it.
+A program has ``TOKENS`` tokens of one kv head of one batch row, of keys if its third number is 0, otherwise of values. Codes unpack as in
+the prefill template (``TileSlot``), or index a table (``TableSlot``); value = code * scale (+ zero point) is one fused multiply-add
+in float32, rounded once to the queries' dtype, as in a dense cache. Tokens that no query attends to are not decoded, and
+readers mask their stale content.
 
     scratch [1, B, K, CHUNK, D] of keys, and of values with Dv: one page in channel order, token FIRST + t at row t
 """
@@ -24,16 +24,16 @@ WARPS = 4
 
 
 def planes_of(letter: str, slot: TileSlot | TableSlot) -> tuple[str, ...]:
-    """The names of the planes that a slot is decoded from."""
+    """Return the names of the planes that a slot is decoded from."""
     more = [f"{letter}_ZEROS"] if slot.zeros else []
     return (f"{letter}_WORDS", f"{letter}_SCALES", *more, *([f"{letter}_TABLE"] if isinstance(slot, TableSlot) else []))
 
 
 def arguments_of(config: PrefillConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The kernel's pointers and its integers, in their order.
+    """Return the names of the kernel's pointers and of its integers, in order.
 
-    Pointers: planes; NEWEST and OLDEST (int64, what is attended to at all, by batch row), BASE; the two scratches. Integers: each plane's
-    strides of pages, batch rows, heads and rows; those of NEWEST, OLDEST and BASE (0 where all rows share one); CAPACITY, FIRST.
+    Pointers: planes; NEWEST and OLDEST (int64, range of visible positions by batch row), BASE; the two scratches. Integers: each plane's
+    strides of pages, batch rows, heads and rows; those of NEWEST, OLDEST and BASE (0 if all rows share one); CAPACITY, FIRST.
     """
     planes = [plane for letter, slot in zip("KV", config.decoded, strict=True) for plane in planes_of(letter, slot)]
     limits = ["NEWEST", *(["OLDEST"] if config.masks.lo else []), *(["BASE"] if config.exact_newest else [])]
@@ -42,7 +42,7 @@ def arguments_of(config: PrefillConfig) -> tuple[tuple[str, ...], tuple[str, ...
 
 
 def decode_source(config: PrefillConfig) -> str:
-    """The module of one kernel for the slots of ``config``, both of codes; its ``chunk`` says how many tokens a scratch holds."""
+    """Return the module of one kernel for both slots of ``config``; its ``chunk`` is the number of tokens in the scratch."""
     pointers, integers = arguments_of(config)
     newest = ["newest = tl.minimum(tl.load(NEWEST + b * NEWEST_b), CAPACITY - 1)"]
     newest += ["newest = tl.minimum(newest, tl.load(BASE + b * BASE_b) - 1)"] if config.exact_newest else []
@@ -59,7 +59,7 @@ def decode_source(config: PrefillConfig) -> str:
 
 
 def _slot(config: PrefillConfig, letter: str, slot: TileSlot | TableSlot) -> list[str]:
-    """Statements that decode one slot's tokens and store them."""
+    """Return statements that decode one slot's tokens and store them."""
     if isinstance(slot, TableSlot):
         return _indices(config, letter, slot)
     name, words = letter.lower(), f"{letter}_WORDS"
@@ -85,19 +85,19 @@ def _slot(config: PrefillConfig, letter: str, slot: TileSlot | TableSlot) -> lis
 
 
 def _output(config: PrefillConfig, letter: str, dim: int) -> str:
-    """The statement that points to a program's tokens in the scratch."""
+    """Return the statement that computes the pointers to a program's tokens in the scratch."""
     return f"{letter.lower()}_out = {letter}_OUT + ((b * {config.kv_heads} + h) * {config.chunk} + row) * {dim} + i[:, None] * {dim}"
 
 
 def _load(letter: str, plane: str, groups: int, first: int) -> str:
-    """``groups`` scales or zero points of every block of tokens, in float32."""
+    """Return an expression that loads ``groups`` scales or zero points of every block of tokens, in float32."""
     name = letter.lower()
     place = f"b * {plane}_b + h * {plane}_h + ({name}_page * {plane}_n + {name}_at * {plane}_r)[:, None]"
     return f"tl.load({plane} + {place} + tl.arange(0, {groups})[None, :] + {first}).to(tl.float32)"
 
 
 def _indices(config: PrefillConfig, letter: str, slot: TableSlot) -> list[str]:
-    """Statements that decode the tokens of a slot of indices and store them."""
+    """Return statements that decode the tokens of a slot of table indices and store them."""
     name, row = letter.lower(), slot.row
     groups = max(1, row // slot.fmt.group)
     cut = f"({TOKENS}, 1, {groups}, {row // groups})"
@@ -116,7 +116,7 @@ def _indices(config: PrefillConfig, letter: str, slot: TableSlot) -> list[str]:
 
 
 def _part(letter: str, slot: TileSlot, part: int, groups: int, blocks: int, dtype: str) -> list[str]:
-    """Statements for the channels that one part of every word holds: ``groups`` runs, each with one scale a block of tokens."""
+    """Return statements for the channels in one part of every word: ``groups`` runs, each with one scale a block of tokens."""
     name, row = letter.lower(), PAIR * slot.words
     even, odd = (element for element in slot.elements if element.part == part)
     cut = f"({blocks}, {slot.block}, {groups}, {row // groups})"

@@ -1,7 +1,7 @@
-"""First tokens in full precision beside the prefill template: partial sums of their own, which join those of the template's splits.
+"""First tokens in full precision for the prefill template: separate partial sums, merged with those of the template's splits.
 
-They are few (N), so what many rows make of them is two small products in Inductor's own operations; the template gets a mask that hides
-their codes. Written over ``do``, which calls an operator: Inductor's lowering of it, or the operator itself in a test.
+They are few (N), so even for many rows they take two small products in Inductor's own operations; the template gets a mask that hides
+their codes. All functions take ``do``, which calls an operator: Inductor's lowering of it, or the operator itself in a test.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ Do = Callable[..., Any]
 
 
 def places(do: Do, operands: AttendOperands[Any], count: int, batch: Any, device: torch.device) -> Any:
-    """The positions of the first tokens, int64 [1 or B, N]."""
+    """Return the positions of the first tokens, int64 [1 or B, N]."""
     row = do(aten.unsqueeze, _iota(do, count, device), 0)
     return row if operands.exact_first_at is None else do(aten.add, do(aten.reshape, operands.exact_first_at, [batch, 1]), row)
 
 
 def kept(do: Do, keep: Any | None, place: Any, count: int, tokens: Any, device: torch.device) -> Any:
-    """Positions that may be attended at all, bool [1 or B, T']: those of ``keep`` [1 or B, ``tokens``] without the first tokens."""
+    """Return the mask of positions, bool [1 or B, T']: ``keep`` [1 or B, ``tokens``] (None: all True) without the first tokens."""
     first = do(aten.slice.Tensor, place, 1, 0, 1)
     row = do(aten.unsqueeze, _iota(do, tokens, device), 0)
     others = do(aten.logical_or, do(aten.lt, row, first), do(aten.ge, row, do(aten.add, first, count)))
@@ -37,10 +37,10 @@ def partial_sums(
     do: Do, hold: Callable[[Any], Any], operands: AttendOperands[Any], place: Any, sizes: tuple[Any, int, int, Any, int, int], count: int,
     capacity: Any, keep_tokens: Any,
 ) -> tuple[Any, Any, Any]:
-    """Sums [B, H, S, Dv], maxima of base-2 scores and totals [B, H, S, 1] over the first tokens, in float32.
+    """Return sums [B, H, S, Dv], maxima of base-2 scores and totals [B, H, S, 1] over the first tokens, in float32.
 
-    ``sizes``: B, H, K, S, D, Dv. ``keep_tokens``: the positions that ``keep`` has. ``hold``: gives a value memory of its own. Products are
-    sums of elementwise products: they are few, and the lowering of a matrix product looks at the node that is lowered, which is none here.
+    ``sizes``: B, H, K, S, D, Dv. ``keep_tokens``: positions in ``keep``. ``hold``: realizes a value as a buffer. Products are sums of
+    elementwise products: they are few, and a matrix product's lowering inspects the node being lowered, which is another one here.
     """
     batch, heads, kv, queries, dim, value_dim = sizes
     assert operands.exact_first is not None
@@ -63,7 +63,7 @@ def partial_sums(
     top = do(aten.amax, scores, [-1], True)
     safe = do(aten.where, do(aten.eq, top, float("-inf")), 0.0, top)
     weight = hold(do(aten.exp2, do(aten.sub, scores, safe)))
-    # [B or 1, 1, 1, 1, N, 1]: what no query sees may hold anything.
+    # [B or 1, 1, 1, 1, N, 1]: tokens that no query sees may hold anything.
     seen = do(aten.ne, do(aten.amax, do(prims.convert_element_type, visible, torch.int32), [2]), 0)
     seen = do(aten.unsqueeze, do(aten.unsqueeze, do(aten.unsqueeze, seen, 1), 1), -1)
     products = do(aten.mul, do(aten.reshape, weight, [*shape, count, 1]), do(aten.where, seen, wide(values), 0.0))
@@ -72,7 +72,7 @@ def partial_sums(
 
 
 def _visible(do: Do, operands: AttendOperands[Any], place: Any, count: int, batch: Any, capacity: Any, keep_tokens: Any) -> Any:
-    """Which first tokens each query sees, bool [1 or B, 1, S, N]."""
+    """Return the mask of first tokens that each query sees, bool [1 or B, 1, S, N]."""
     def along_tokens(x: Any) -> Any:
         return do(aten.unsqueeze, do(aten.unsqueeze, x, 1), 1)
 

@@ -1,10 +1,10 @@
 """Inductor's lowering of ``kvcompile::attend`` with many rows on CUDA: normalized queries, the prefill template, a merge.
 
-With very many rows over codes it is ``kvcompile::attend_chunks`` in place of the template: a call in the output module, since how
-many chunks there are is known when it runs.
+With very many rows over codes, ``kvcompile::attend_chunks`` replaces the template: a call in the output module, since the
+number of chunks is known only at run time.
 
-Queries are brought into float16 by Inductor's own operations, which fuse with what makes them; the tensor cores
-then read them from shared memory, where a conversion in the kernel would hold them in registers.
+Queries are scaled into float16 by Inductor's own operations, which fuse with their producers; the tensor cores
+then read them from shared memory, while a conversion in the kernel would hold them in registers.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 
 prefill_template = TritonTemplate(name="kvcompile_prefill", grid=attend_grid, source=SOURCE)
-# The template asks for both slots while it is rendered.
+# The template calls ``slots`` while it is rendered.
 prefill_template.template.globals |= GLOBALS | {"slots": slots, "skip_padding": skip_padding}
 
 
 def many_rows(operands: AttendOperands[Any]) -> int | None:
-    """The rows of queries of a kv head where they are as many as this template is for, else None."""
+    """Return the query rows of a kv head if they are enough for this template, otherwise None."""
     _, H, S, _ = operands.q.get_size()
     rows = hint(S) * hint(H) // hint(operands.keys[0].get_size()[2])
     return None if rows < FEWEST_ROWS or equals(S, 1) else rows
 
 
 def lower_prefill(operands: AttendOperands[Any]) -> Any | None:
-    """The result of ``attend`` of many rows as a TensorBox, None where the template does not know the operands' strides or scheme."""
+    """Return the result of ``attend`` of many rows as a TensorBox, None if the template does not support its strides or schemes."""
     if not operands.exact_first or many_rows(operands) is None:
         return _lower(operands)
     return _lower(*lower_first(operands))
 
 
 def lower_first(operands: AttendOperands[Any]) -> tuple[AttendOperands[Any], tuple[Any, Any, Any]]:
-    """Operands whose mask hides the codes of first tokens, and sums, maxima and totals over those, as ``merge`` takes them."""
+    """Return operands whose mask hides the first tokens' codes, and sums, maxima and totals over these tokens, as ``merge`` takes them."""
     assert operands.exact_first is not None
     q, keys, device = operands.q, operands.keys, operands.q.get_device()
     (batch, heads, queries, dim), kv, count = q.get_size(), static(keys[0].get_size()[2]), static(operands.exact_first[0].get_size()[3])
@@ -70,7 +70,7 @@ def _do(op: Any, *args: Any, **options: Any) -> Any:
 
 
 def _lower(operands: AttendOperands[Any], more: tuple[Any, Any, Any] | None = None) -> Any | None:
-    """The result of an ``attend`` without first tokens apart, or of one whose partial sums over those are ``more``."""
+    """Return the result of an ``attend`` without first tokens, or merged with partial sums ``more`` over them; None if not supported."""
     q, keys, values, hi, lo, keep, sinks, exact_newest, base = (
         operands.q, operands.keys, operands.values, operands.hi, operands.lo, operands.keep, operands.sinks, operands.exact_newest,
         operands.base,
@@ -115,7 +115,7 @@ def _lower(operands: AttendOperands[Any], more: tuple[Any, Any, Any] | None = No
     if not configs:
         return None
     tokens = hint(keys[0].get_size()[0]) * hint(keys[0].get_size()[3])
-    # What is merged has its statistics: it is never written by the template alone.
+    # Log-sums and ``more`` need the merge, so the template must not write the result itself.
     least = 1 if more is None and dtype is not None else 2
     splits = max(splits_for(configs[0], rows, hint(B) * K, properties.multi_processor_count, tokens), least)
     size = [B, H, S, Dv] if splits == 1 else [splits, B, H, S, Dv + 2]
@@ -128,14 +128,14 @@ def _lower(operands: AttendOperands[Any], more: tuple[Any, Any, Any] | None = No
             choices, input_nodes=inputs, layout=layout, call_sizes=[B, sympy.Integer(K), S * (H // K)],
             num_warps=made.tile.num_warps, num_stages=made.tile.num_stages, **made.options(),
         )
-    # Every position in use, so that choices differ by the work they do.
+    # Time with every position in use, so that choices differ by their work.
     in_use = {"HI": tokens - 1, "LO": 0, "KEEP": 1, "BASE": tokens}
     partial = autotuned("kvcompile_prefill", choices, inputs, layout, examples(made.operands, in_use))
     return partial if splits == 1 else merge(partial, nodes.get("SINKS"), Dv, dtype, more)
 
 
 def _operands(config: PrefillConfig, operands: AttendOperands[Any]) -> dict[str, Any]:
-    """Every operand beside the queries that the template may ask for, as a buffer with fixed strides."""
+    """Return every operand but the queries that the template may read, as buffers with fixed strides, by name."""
     key, value = config.slots
     nodes = {
         "K_WORDS": operands.keys[0], "V_WORDS": operands.values[0], "HI": operands.hi, "LO": operands.lo, "KEEP": operands.keep,
@@ -152,7 +152,7 @@ def _operands(config: PrefillConfig, operands: AttendOperands[Any]) -> dict[str,
 
 
 def _queries(config: PrefillConfig, q: Any) -> dict[str, Any]:
-    """The queries as the template may ask for them, as buffers."""
+    """Return the queries in the forms that the template may read, as buffers, by name."""
     nodes = {"Q": realize(q)}
     nodes["Q_RAW"] = nodes["Q"]
     if config.slots[0].scaled:
@@ -161,7 +161,7 @@ def _queries(config: PrefillConfig, q: Any) -> dict[str, Any]:
 
 
 def _normalized(q: Any) -> tuple[Any, Any]:
-    """``config.normalized`` in Inductor's operations."""
+    """Return ``config.normalized`` in Inductor's operations."""
     wide = _do(prims.convert_element_type, q, torch.float32)
     top = _do(aten.maximum, _do(aten.amax, _do(aten.abs, wide), [-1], True), SMALLEST)
     exponent = _do(aten.add, _do(aten.floor, _do(aten.log2, top)), 1.0)
@@ -170,7 +170,7 @@ def _normalized(q: Any) -> tuple[Any, Any]:
 
 
 def _loadable(config: PrefillConfig, nodes: dict[str, Any]) -> bool:
-    """Whether words lie so that pairs of bytes load as one, and rows of scales without gaps."""
+    """Return whether pairs of word bytes can be loaded as one, and rows of scales are contiguous."""
     for letter, slot in zip("KV", config.slots, strict=True):
         if slot.scaled and not multiple(nodes[f"{letter}_WORDS"], 2):
             return False

@@ -1,4 +1,4 @@
-"""The prefill kernel without Inductor and without a device, by the same stand-ins as ``offline``."""
+"""The prefill kernel without Inductor and without a device, rendered as in ``decode.offline``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvcompile.lowering.prefill.template import SOURCE
 
 
 def operands_for(config: PrefillConfig, batch: int = 1, queries: int = 512, recent_rows: int = 544) -> dict[str, Operand]:
-    """Contiguous operands of a store with ``PAGES`` pages, a run-time argument."""
+    """Return contiguous operands of a store with ``PAGES`` pages, a run-time argument, by name."""
     key, value = config.slots
     heads = config.kv_heads * config.group
     pages, rows = ("PAGES", config.page_rows) if config.paged else (1, queries)
@@ -52,7 +52,7 @@ def output_for(config: PrefillConfig, batch: int = 1, queries: int = 512) -> Ope
 
 
 def render(config: PrefillConfig, operands: Mapping[str, Operand], out: Operand) -> str:
-    """A standalone ``@triton.jit`` module; arguments are the operands, the output, then named sizes."""
+    """Return a standalone ``@triton.jit`` module; arguments are the operands, the output, then named sizes."""
     named = named_sizes((*operands.values(), out)) + (["CAPACITY", "FIRST"] if config.chunk else [])
     made = KernelSignature(operands, named, config.options())
 
@@ -64,7 +64,7 @@ def render(config: PrefillConfig, operands: Mapping[str, Operand], out: Operand)
         return f"tl.load(OUT + ({place(indices)}), mask={mask}, other={other})"
 
     def place(indices: Sequence[str]) -> str:
-        # The outermost step may leave 32 bits, and the index before it is a program's number.
+        # The outermost offset may exceed 32 bits, and its index is a program number.
         outer, *inner = (f"({index}) * {step}" for index, step in zip(indices, out.stride, strict=True))
         return " + ".join([f"({indices[0]}).to(tl.int64) * {out.stride[0]}" if config.chunk else outer, *inner])
 
@@ -76,12 +76,12 @@ def render(config: PrefillConfig, operands: Mapping[str, Operand], out: Operand)
 
 
 def prefill_source(config: PrefillConfig, batch: int = 1, queries: int = 512) -> str:
-    """The kernel of ``config`` over a contiguous store of any number of pages."""
+    """Return the source of ``config``'s kernel over a contiguous store of any number of pages."""
     return render(config, operands_for(config, batch, queries), output_for(config, batch, queries))
 
 
 def compile_offline(source: str, config: PrefillConfig, arch: str = "sm_90", batch: int = 1, queries: int = 512) -> dict[str, str | bytes]:
-    """``ttgir``, ``ptx`` and ``cubin`` of a rendered source, on a machine with or without a device."""
+    """Return ``ttgir``, ``ptx`` and ``cubin`` of a rendered source; needs no device."""
     kernel = getattr(load_module(source), KERNEL)
     operands = operands_for(config, batch, queries)
     pointers = {**{name: operand.dtype for name, operand in operands.items()}, "OUT": output_for(config, batch, queries).dtype}

@@ -1,10 +1,10 @@
-"""How a tile of tokens of one slot becomes a matrix [tokens, channels] that the tensor cores take: the prefill template's side.
+"""Decoding a tile of tokens of one slot to a matrix [tokens, channels] for the tensor cores: the scheme's side of the prefill template.
 
-With many rows a tile is unpacked once for all of them, so elements are decoded whole, scale and zero point and
-all, in one fused multiply-add of float16 pairs: element = raw * lift + bias. ``raw`` is the code as the float16
+With many rows a tile is unpacked once for all of them, so elements are decoded completely, with scale and zero point,
+in one fused multiply-add of float16 pairs: element = raw * lift + bias. ``raw`` is the code as the float16
 subnormal that it already is (``bit_tricks``), ``lift`` the scale times that power of two, ``bias`` the zero point less
-what codes are too large by. What would leave float16 is kept in it by one power of two for all scales that the
-program sees (``up``), taken out of the scores and of the sums again. It makes a step of the largest scale 2^-9, where
+the codes' offset. One power of two for all scales that the program sees (``up``) keeps them within float16;
+scores and sums are divided by it again. It makes a step of the largest scale 2^-9, where
 numbers are 2^-24 apart: under a scale of 2^-k of the largest, decoding is off by up to 2^(k - 16) of a step, 1.6% at
 a thousandth, where quantization itself is off by half of one.
 
@@ -28,7 +28,7 @@ PAIR = 2
 """Bytes of a view word."""
 
 SHARED_COLUMNS = 8
-"""Columns that one thread loads at once: a token's only scale is loaded once for each such run, by which it needs no exchange."""
+"""Columns that one thread loads at once. A token's only scale is loaded once for each such run, so threads need not exchange it."""
 
 FMA = (
     "tl.inline_asm_elementwise('fma.rn.f16x2 $0, $1, $2, $3;', '=r,r,r,r', [{raw}, {lift}, {bias}],"
@@ -38,7 +38,7 @@ FMA = (
 
 @dataclasses.dataclass(frozen=True)
 class Element:
-    """One part and byte of a view word: ``expression`` unpacks ``{word}`` to raw, raw * 2**power - offset is the code."""
+    """One part and byte of a view word: ``expression`` unpacks ``{word}`` to raw; raw * 2**power - offset is the code."""
 
     part: int
     byte: int
@@ -47,17 +47,17 @@ class Element:
     offset: int
 
     def unpack(self, word: str) -> str:
-        """The raw codes as a Triton expression."""
+        """Return the raw codes as a Triton expression."""
         return self.expression.replace("{word}", word)
 
 
 @dataclasses.dataclass(frozen=True)
 class TileSlot:
-    """One slot as the prefill template reads it; dense slots have no elements and are multiplied as they lie.
+    """One slot as the prefill template reads it; dense slots have no elements and are multiplied without decoding.
 
-    A row of words is ``words`` view words. Of a row of scales, ``scales`` wide, one covers ``block`` tokens and each
-    element's columns see ``groups`` of them; ``repeated``: all columns see the same one. ``halves``: scales are float16, and
-    stay so: two multiplications by powers of two, on pairs, where one conversion alone would cost as much.
+    A row of words is ``words`` view words. A row of ``scales`` scales covers ``block`` tokens, and each
+    element's columns use ``groups`` of them; ``repeated``: all columns use a single one. ``halves``: scales are float16, and
+    stay float16: two multiplications of pairs by powers of two cost as little as one conversion.
     """
 
     dim: int
@@ -76,21 +76,21 @@ class TileSlot:
 
     @property
     def dot_type(self) -> str:
-        """Return the dtype that the tensor cores multiply, as Triton's name."""
+        """Dtype that the tensor cores multiply, as Triton's name."""
         return TRITON_TYPES[self.dtype]
 
     @property
     def powers(self) -> tuple[int, ...]:
-        """The powers of two that raw codes lack, the largest first."""
+        """Distinct powers of two that raw codes must be multiplied by, largest first."""
         return tuple(sorted({element.power for element in self.elements}, reverse=True))
 
     @property
     def exponents(self) -> tuple[int, int]:
-        """The range of the exponent of ``up``: what its factors can hold."""
+        """Range of the exponent of ``up`` that its factors can represent."""
         return (-28, 30 - self.powers[0]) if self.halves else (-120, 120)
 
     def scaling(self, name: str) -> list[str]:
-        """Statements that make the factors ``decode`` uses of ``{name}_exponent``, the exponent of ``up``."""
+        """Return statements that compute the factors for ``decode`` from ``{name}_exponent``, the exponent of ``up``."""
         wanted = {f"{name}_lift{power}": power for power in self.powers} | {f"{name}_bias": 0}
         lines = []
         for factor, power in wanted.items():
@@ -103,29 +103,29 @@ class TileSlot:
         return lines
 
     def scaled_by(self, block: str, factor: str) -> str:
-        """A block of scales or zero points times a factor, in float16 or on the way to it."""
+        """Return a block of scales or zero points times a factor, in float16, or in float32 before rounding to it."""
         return f"({block} * {factor}_a * {factor}_b)" if self.halves else f"({block}.to(tl.float32) * {factor})"
 
     def channel(self, column: str) -> str:
-        """The channel of a column, as a Triton expression."""
+        """Return the channel of a column, as a Triton expression."""
         if not self.scaled:
             return column
         run, part = self.words, PAIR * self.words
         return f"(({column} // {run}) // {PAIR} * {part} + {PAIR} * ({column} % {run}) + ({column} // {run}) % {PAIR})"
 
     def rows(self, tokens: int) -> int:
-        """Rows of scales of a tile."""
+        """Return the rows of scales in a tile of ``tokens``."""
         return tokens // self.block
 
     @property
     def width(self) -> int:
-        """Columns of the block of scales that is loaded."""
+        """Columns of the loaded block of scales."""
         return self.groups if self.repeated else self.scales
 
     def decode(self, name: str, tokens: int, valid: str | None = None) -> list[str]:
-        """Statements that make ``{name}_tile`` of ``{name}_words``, ``{name}_scales`` and ``{name}_zeros``.
+        """Return statements that compute ``{name}_tile`` from ``{name}_words``, ``{name}_scales`` and ``{name}_zeros``.
 
-        Every element comes multiplied by ``up``; tokens that are not ``valid`` become 0.
+        Every element is multiplied by ``up``; tokens that are not ``valid`` become 0 (None: all are valid).
         """
         rows = self.rows(tokens)
         cut = (rows, self.block, self.groups, self.words // self.groups)
@@ -157,7 +157,7 @@ class TileSlot:
         return lines
 
     def _key(self, element: Element) -> int:
-        """Which of the spread scales an element's columns see."""
+        """Return the index of the spread scales that an element's columns use."""
         if self.by_channel:
             return PAIR * element.part + element.byte
         parts = len(self.elements) // PAIR
@@ -165,21 +165,21 @@ class TileSlot:
         return element.part * runs // parts
 
     def _spread(self, lines: list[str], block: str, rows: int) -> list[str]:
-        """Names of [rows, groups] blocks, one for each run of parts (of parts and bytes) that has scales of its own."""
+        """Return names of [rows, groups] blocks, one for each run of parts (of parts and bytes) with scales of its own."""
         count = 1 if self.repeated else self.scales // self.groups
         if count == 1:
             return [block]
         bits = count.bit_length() - 1
         twos = ", ".join(["2"] * bits)
         if self.by_channel:
-            # Channels are part, word, byte; the words are to come first.
+            # Channels are ordered by part, word, byte; move the words first.
             cut = f"{block}.reshape({rows}, {count // PAIR}, {self.groups}, {PAIR}).permute(0, 2, 1, 3)"
         else:
             cut = f"{block}.reshape({rows}, {count}, {self.groups}).permute(0, 2, 1)"
         lines.append(f"{block}_cut = {cut}.reshape({rows}, {self.groups}, {twos})")
         level = [f"{block}_cut"]
         for _ in range(bits):
-            # Splitting takes the lowest bit of the index, so what was split before counts for less.
+            # Splitting takes the lowest bit of the index, so earlier splits are lower bits.
             lower, upper = [f"{name}0" for name in level], [f"{name}1" for name in level]
             lines += [f"{low}, {high} = tl.split({name})" for name, low, high in zip(level, lower, upper, strict=True)]
             level = lower + upper
@@ -189,7 +189,7 @@ class TileSlot:
         self, lines: list[str], name: str, index: int, element: Element, scale: str, zero: str | None, valid: str | None,
         cut: tuple[int, ...],
     ) -> tuple[str, str | None]:
-        """Names of lift and bias, spread over the block of words; no bias where codes are centered by themselves."""
+        """Append statements for lift and bias, broadcast to the block of words; return their names, bias None if codes are centered."""
 
         def spread(text: str) -> str:
             kept = f"tl.where({valid}[:, None], {text}, 0.0)" if valid else text
@@ -206,12 +206,12 @@ class TileSlot:
 
 
 def _power(exponent: str) -> str:
-    """2**exponent as a float32 scalar."""
+    """Return 2**exponent as a float32 scalar expression."""
     return f"((127 + {exponent}) << 23).to(tl.float32, bitcast=True)"
 
 
 def _joined(pieces: list[str]) -> str:
-    """The pieces stacked on new last axes, the lowest bit of their index first."""
+    """Return an expression that stacks the pieces on new last axes, the lowest bit of their index first."""
     if len(pieces) == 1:
         return pieces[0]
     half = len(pieces) // 2
@@ -220,10 +220,10 @@ def _joined(pieces: list[str]) -> str:
 
 @functools.lru_cache(maxsize=256)
 def tile_slot(scheme: str, role: Role, dim: int, word_dtype: torch.dtype, query: torch.dtype, packed: bool) -> TileSlot | None:
-    """The plan of one slot, or None where the prefill template cannot read it: the other template can.
+    """Return the plan of one slot, or None if the prefill template does not support it; the decode template does.
 
-    It wants 16-bit queries, a head dim that is a power of two, codes that unpack in packed pairs, and scales whose
-    groups fall evenly on the parts of a word.
+    It needs 16-bit queries, a power-of-two head dim, codes that unpack in packed pairs, and scale groups
+    that divide the parts of a word evenly.
     """
     made, spec = schemes.parse(scheme).for_role(role), SlotSpec(1, dim, word_dtype, role)
     fmt = made.format(spec)

@@ -1,6 +1,6 @@
-"""How a chunk of tokens of one slot of table indices is decoded: every level is loaded from the table itself.
+"""Decoding a chunk of tokens of one slot of table indices: every level is loaded from the table in memory.
 
-Sixteen levels are within one line of the first cache and in as many banks, so a load for each element costs less than what is written.
+Sixteen levels are within one line of the L1 cache and in as many banks, so a load for each element costs less than the store.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvcompile.types import KernelFormat, Role, SlotSpec
 
 @dataclasses.dataclass(frozen=True)
 class TableSlot:
-    """One slot of indices, its words of ``fmt.segments`` bytes, as ``decode_chunk`` reads it."""
+    """One slot of indices, in words of ``fmt.segments`` bytes, as ``decode_chunk`` reads it."""
 
     dim: int
     fmt: KernelFormat
@@ -34,7 +34,7 @@ class TableSlot:
         return self.dim // self.fmt.parts
 
     def words(self, name: str, plane: str) -> list[str]:
-        """Statements that make ``{name}_words``, whole words [tokens, row], of ``page`` and ``at``."""
+        """Return statements that load ``{name}_words``, whole words [tokens, row], at ``page`` and ``at``."""
         place = f"b * {plane}_b + h * {plane}_h + (page * {plane}_n + at * {plane}_r)[:, None]"
         start = f"{plane} + {place} + tl.arange(0, {self.row})[None, :]"
         if self.fmt.segments == 1:
@@ -44,7 +44,7 @@ class TableSlot:
         return [f"{name}_words = {' | '.join(segments)}"]
 
     def levels(self, name: str, table: str, part: int, cut: str, groups: int) -> str:
-        """The levels of one part of every word as a block of the shape ``cut``, whose third axis is ``groups`` runs of one scale each."""
+        """Return an expression for the levels of one part of every word, in shape ``cut``; axis 2 is ``groups`` runs of one scale."""
         first = part * self.row // self.fmt.group
         index = f"{triton_expression(self.fmt, part, f'{name}_words')}.to(tl.int32).reshape{cut}"
         return f"tl.load({table} + h * {table}_h + ({first} + tl.arange(0, {groups}))[None, None, :, None] * {table}_r + {index})"
@@ -52,7 +52,7 @@ class TableSlot:
 
 @functools.lru_cache(maxsize=256)
 def table_slot(scheme: str, role: Role, dim: int, word_dtype: torch.dtype, query: torch.dtype) -> TableSlot | None:
-    """The slot, or None where it has no table, or chunks are not for its shape or its queries."""
+    """Return the slot, or None if it has no table, or chunks do not support its shape or query dtype."""
     fmt = schemes.parse(scheme).for_role(role).format(SlotSpec(1, dim, word_dtype, role))
     row = dim // fmt.parts
     if not fmt.levels or not fmt.scaled or fmt.norms or fmt.block > 1 or fmt.word_dtype.itemsize != 1:
@@ -66,6 +66,6 @@ def table_slot(scheme: str, role: Role, dim: int, word_dtype: torch.dtype, query
 def chunk_slot(
     scheme: str, role: Role, dim: int, word_dtype: torch.dtype, query: torch.dtype, packed: bool = True
 ) -> TileSlot | TableSlot | None:
-    """How a chunk of a slot is decoded, from codes that unpack or by a table; None where it is not, as of dense tokens."""
+    """Return the plan for decoding a chunk of a slot, by unpacking codes or by a table; None if neither applies, as for dense tokens."""
     coded = tile_slot(scheme, role, dim, word_dtype, query, packed)
     return coded if coded is not None and coded.scaled else table_slot(scheme, role, dim, word_dtype, query)

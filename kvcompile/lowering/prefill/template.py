@@ -1,4 +1,4 @@
-"""The prefill template, from its files: the glossary of its symbols stands at the top of ``macros.jinja``.
+"""The prefill template, from its files; the glossary of its symbols is at the top of ``macros.jinja``.
 
 Rendered by Inductor (``lower``) and by ``offline``.
 """

@@ -1,7 +1,7 @@
-"""How attention of many rows is cut into programs: tiles to choose from, and splits of the tokens.
+"""Tile sizes to choose from for attention of many rows, and splits of its tokens.
 
 Found on an H200 (benchmarks/NOTES.md). A decoded tile is shared by as many rows as two warp groups hold
-in registers: 256 where there are rows enough, else 128 rows on twice the tokens. One program fills a multiprocessor.
+in registers: 256 if there are enough rows, otherwise 128 rows on twice the tokens. One program fills a multiprocessor.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from kvcompile.lowering.prefill.config import PrefillConfig
 from kvcompile.lowering.prefill.decode_chunk import TOKENS as DECODED
 
 FEWEST_ROWS = 65
-"""From this many rows a site is prefill; fewer are the other template's."""
+"""Fewest query rows of a kv head for the prefill template; fewer go to the decode template."""
 
 TALL_ROWS = 4096
-"""Rows of one kv head from which 256 of them share a decoded tile; fewer fill more multiprocessors with 128 each."""
+"""Fewest rows of a kv head for tiles of 256 rows; with fewer rows, tiles of 128 fill more multiprocessors."""
 
 MOST_SPLITS = 16
-"""More partial results cost more to merge than they win."""
+"""Most splits: more partial results cost more in the merge than they gain."""
 
 TOKENS_PER_SPLIT = 512
-"""A split must have this much to do."""
+"""Fewest tokens of a split."""
 
 
 def choose_tiles(base: PrefillConfig, rows: int, shared_memory: int, tuned: bool) -> list[PrefillConfig]:
-    """``base`` with each tile that fits the device's shared memory, best first; only that one unless ``tuned``."""
+    """Return ``base`` with each tile that fits ``shared_memory`` bytes, best first; only the best unless ``tuned``."""
     key, value = base.slots
     tall, wide, small = Tile(64, 256, False, 8, 3), Tile(128, 128, False, 8, 3), Tile(64, 64, False, 4, 2)
     square = Tile(64, 128, False, 8, 3)
@@ -44,27 +44,27 @@ def choose_tiles(base: PrefillConfig, rows: int, shared_memory: int, tuned: bool
 
 
 FEWEST_CHUNKED_ROWS = 1024
-"""Rows of one kv head from which codes are decoded once for all of them, a chunk at a time (``chunked``)."""
+"""Fewest rows of a kv head for which codes are decoded once for all rows, a chunk at a time (``chunked``)."""
 
 SCRATCH = 64 << 20
-"""Bytes that the two scratches of a chunk should have."""
+"""Target size in bytes of a chunk's two scratch buffers."""
 
 CHUNKS = (8192, 32768)
-"""The fewest tokens of a chunk, since partial sums are read and written once for each, and the most."""
+"""Fewest and most tokens of a chunk; partial sums are read and written once for each chunk."""
 
 
 def choose_cut(
     config: PrefillConfig, rows: int, batch: int, multiprocessors: int, shared_memory: int, capacity: int | None
 ) -> tuple[int, ...] | None:
-    """How ``kvcompile::attend_chunks`` cuts this attention, its operand ``cut``; None where the template alone is to do it."""
-    # The template has no tables: there every chunk is decoded first.
+    """Return the operand ``cut`` of ``kvcompile::attend_chunks`` for this attention; None if the template alone is to do it."""
+    # The template does not support tables: their chunks are always decoded first.
     if rows < (FEWEST_CHUNKED_ROWS if config.fits else FEWEST_ROWS) or config.page_rows % DECODED or not config.chunks:
         return None
     chunk = chunk_for(config, batch, capacity)
     tiled = choose_tiles(dataclasses.replace(config, chunk=chunk).over_scratch(), rows, shared_memory, tuned=True)
     if not tiled:
         return None
-    # One wave of programs that share no tokens was faster than half as many on two splits (0.578 ms against 0.606 at 2048 rows).
+    # One wave of programs without splits was faster than half as many with two splits (0.578 ms against 0.606 at 2048 rows).
     square = (each for each in tiled if each.tile.block_t == each.tile.block_r == 128)
     best = next(square, tiled[0]) if rows < TALL_ROWS else tiled[0]
     tile, splits = best.tile, splits_for(best, rows, batch * config.kv_heads, multiprocessors, chunk)
@@ -72,14 +72,14 @@ def choose_cut(
 
 
 def chunk_for(config: PrefillConfig, batch: int, capacity: int | None = None) -> int:
-    """How many tokens are decoded at a time: by the bytes of one, never by how many there are; ``capacity`` if it is a constant."""
+    """Return the number of tokens decoded at a time, by the bytes of a token; at most ``capacity``; None if not a constant."""
     each = batch * config.kv_heads * (config.key_dim + config.value_dim) * config.dtype.itemsize
     tokens = min(max(1 << (max(1, SCRATCH // each).bit_length() - 1), CHUNKS[0]), CHUNKS[1])
     return tokens if capacity is None else min(tokens, -(-capacity // DECODED) * DECODED)
 
 
 def needed(config: PrefillConfig, tile: Tile) -> int:
-    """Bytes of shared memory of one program: queries, words in flight, decoded tiles."""
+    """Return the shared memory of one program in bytes: queries, words in flight, decoded tiles."""
     total = tile.block_r * config.key_dim * 2
     for slot in config.slots:
         tokens, decoded = tile.block_t, slot.dim * 2
@@ -92,9 +92,9 @@ def needed(config: PrefillConfig, tile: Tile) -> int:
 
 
 def splits_for(config: PrefillConfig, rows: int, pairs: int, multiprocessors: int, tokens: int) -> int:
-    """Into how many programs the tokens of one tile of rows are split, so that the last wave is as full as the others.
+    """Return the number of splits of the tokens for one tile of rows that fills the last wave of programs best.
 
-    ``pairs`` is batch times kv heads; ``tokens`` a hint, since the length is known on the device only.
+    ``pairs``: batch times kv heads; ``tokens``: a hint, since only the device knows the length.
     """
     programs = -(-rows // config.tile.block_r) * pairs
     resident = multiprocessors * (8 // config.tile.num_warps)
