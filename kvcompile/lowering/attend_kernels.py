@@ -121,7 +121,7 @@ def _prefill_gap(facts: AttendFacts) -> str | None:
 
 
 def _decodes_chunks(facts: AttendFacts) -> bool:
-    """Return whether both slots, with table codes, can be decoded in chunks, which the prefill template needs for many rows."""
+    """Return whether both slots can be decoded in chunks, as the prefill template needs for table codes."""
     slots = zip(Role, facts.slots, strict=True)
     shapes = [(text, role, slot.head_dim, schemes.parse(text).format(slot).word_dtype, facts.dtype) for role, (text, slot) in slots]
     return all(chunk_slot(*shape) is not None for shape in shapes) and facts.page_rows % TOKENS == 0

@@ -27,7 +27,7 @@ class Frozen:
 
 
 def as_attributes(module: fx.GraphModule, tensors: Mapping[int, torch.Tensor]) -> fx.GraphModule:
-    """Return the graph with the inputs at these indices turned into attributes, the form in which Inductor freezes them."""
+    """Return the graph with the inputs at these indices as attributes, the form in which Inductor freezes them."""
     graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
     holder = fx.GraphModule(module, module.graph)
     sources = dict(getattr(module, SOURCES, None) or {})

@@ -1,4 +1,4 @@
-"""Persistent keys: results of checks that hold, in files beside Inductor's cache, so that a new process need not check again.
+"""Persistent keys: checks that were found to hold, as files in Inductor's cache folder, so that a new process need not repeat them.
 
 A key is valid for the package sources and the torch version that it was stored with. Nothing is stored if Inductor's caches are off
 (``force_disable_caches``, or ``fx_graph_cache`` off).

@@ -42,12 +42,12 @@ def append_window_traced(*operands: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def append_both(*operands: Any) -> None:
-    """Run two ``append`` in a compiled graph; the operands are those of the first, then those of the second."""
+    """Run two ``append`` in a compiled graph; ``operands``: the first one's, then the second one's."""
     _rows(_halves(operands))
 
 
 def append_window_both(*operands: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Run two ``append_window`` in a compiled graph; the operands are those of the first, then those of the second."""
+    """Run two ``append_window`` in a compiled graph; ``operands``: the first one's, then the second one's."""
     return _windows(_halves(operands))
 
 

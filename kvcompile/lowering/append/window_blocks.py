@@ -42,7 +42,7 @@ MOST_ELEMENTS = 8192
 
 @triton.jit
 def _refused(there, said, s, first, used, ordered, room):
-    """Return a mask of the call's tokens ``s`` that are ``there`` but out of order or beyond the store; ``said``: their positions."""
+    """Return the mask of the call's tokens ``s`` that are ``there``, but out of order or beyond the store; ``said``: their positions."""
     return there & ((ordered & (said == first + s) & (said - used < room)) == 0)
 
 

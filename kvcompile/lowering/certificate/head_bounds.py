@@ -62,7 +62,7 @@ class ValueBounds(NamedTuple):
 
     @property
     def vmax(self) -> torch.Tensor:
-        """Largest norm of a visible full-precision value, [B, K, Q]."""
+        """Bound on the norm of every visible full-precision value, [B, K, Q]."""
         return self.nu.amax(-1)
 
 

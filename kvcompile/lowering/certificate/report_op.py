@@ -59,7 +59,7 @@ class ReportOperands:
 
 
 def add_report(operands: ReportOperands) -> None:
-    """Add the certificate of ``output`` to ``telemetry`` [1, B, K, 1, 34]."""
+    """Add the certificate of ``output`` to the telemetry plane [1, B, K, 1, TELEMETRY], in place."""
     refilled, error_feedback = operands.refilled, operands.error_feedback
     bounds, delta = report_step(
         operands.output, operands.attend, None if refilled is None else refilled[0, :, 0, 0, 0],

@@ -136,7 +136,7 @@ def _last(figures: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 
 
 def _kinds(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return masks over telemetry columns: those reduced by max, and those that every step overwrites."""
+    """Return two masks over telemetry columns: columns reduced by max, and columns that every step overwrites."""
     column = torch.arange(TELEMETRY, device=device)
     return (column >= WIDEST[0]) & (column < WIDEST[1]), column >= LAST_AT
 

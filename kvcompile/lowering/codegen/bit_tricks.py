@@ -76,12 +76,12 @@ class BitTrick:
         return f"({halves} - {self.offset * 2.0**-self.power!r})" if self.offset and centered else halves
 
     def packed(self, word: str, centered: bool) -> str:
-        """Return PTX on two uint16 words at a time: float16, still to be multiplied by 2**power."""
+        """Return a Triton expression by PTX on two uint16 words at a time: float16, still to be multiplied by 2**power."""
         end = f"mov.b32 u, {_twice(self.bias_bits)}; sub.f16x2 $0, t, u;" if self.offset and centered else "mov.b32 $0, t;"
         return _assembly(f".reg .b32 t, u; {self._fields()} {end}", [self._source(word)], "tl.float16")
 
     def packed_scaled(self, word: str, scale: str, zero: str) -> str:
-        """Return PTX for codes times ``scale`` plus ``zero``, float16 blocks of the words' shape: one multiply-add for two elements."""
+        """Return a Triton expression by PTX for codes times ``scale`` plus ``zero``, float16 blocks: one multiply-add for two elements."""
         return _assembly(f".reg .b32 t, u; {self._fields()} fma.rn.f16x2 $0, t, $2, $3;", [self._source(word), scale, zero], "tl.float16")
 
     def _source(self, word: str) -> str:
@@ -119,12 +119,12 @@ def _shifted(words16: torch.Tensor, left: int, beside: int) -> torch.Tensor:
 
 
 def multiplied(one: str, other: str) -> str:
-    """Return the product of two float16 blocks of one shape, by packed PTX on two elements at a time."""
+    """Return a Triton expression for the product of two float16 blocks of one shape, by PTX on two elements at a time."""
     return _assembly("mul.rn.f16x2 $0, $1, $2;", [one, other], "tl.float16")
 
 
 def scaled_by(values: str, factor: str, octaves: int = 0) -> str:
-    """Return a float16 block times a scalar, then times 2**octaves, in float16.
+    """Return a Triton expression for a float16 block times a scalar, then times 2**octaves, in float16.
 
     Inline assembly, so that the compiler cannot recompute the product at each use.
     """

@@ -1,4 +1,4 @@
-"""Statements by which a program skips the padding before its tokens, and finds the position from which no token is hidden."""
+"""Statements with which a program skips the padding before its tokens, and finds the end of the last hidden run."""
 
 from __future__ import annotations
 

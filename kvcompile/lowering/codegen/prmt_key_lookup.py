@@ -54,7 +54,7 @@ def picked_names(bits: int) -> str:
 
 
 def picked(bits: int, sides: tuple[Codes, Codes], runs: list[str], name: str, at: int) -> str:
-    """Return the assembly that looks up the levels of codes in uint8 runs [tokens, 32]: int8 blocks of the high plane, then of the low.
+    """Return a Triton expression for key levels by codes in uint8 runs [tokens, 32]: int8 blocks of the high plane, then of the low.
 
     The blocks of a plane add up. Each call handles sixteen bytes: of a run's four registers, 0 and 2 hold bytes 4 t .. 4 t + 3 and
     16 + 4 t .. of one token, as in a tensor-core operand, 1 and 3 those of another token. The results' columns alternate between the sides.

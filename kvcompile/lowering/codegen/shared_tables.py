@@ -50,7 +50,7 @@ def kept(name: str, at: int, index: str, value: str, itemsize: int) -> str:
 
 
 def taken(name: str, at: int, index: str, dtype: str, itemsize: int) -> str:
-    """Return an expression that loads a block of 1 or 2-byte numbers, stored by ``kept``, by index."""
+    """Return a Triton expression that loads a block of 1 or 2-byte numbers, stored by ``kept``, by index."""
     kind = "s8" if itemsize == 1 else "u16"
     body = f".reg .b32 n; mov.u32 n, {name}; add.u32 n, n, $1; ld.shared.{kind} $0, [n+{at}];"
     loaded = assembly(body, ["=r"], ["r"], [_bytes(index, itemsize)], ["tl.int32"], 1)

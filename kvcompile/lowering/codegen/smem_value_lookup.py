@@ -70,7 +70,7 @@ def fill_pairs(bits: int, name: str, levels: str, stride: str) -> str:
 
 
 def looked_up(bits: int, part: int, byte: int, words: list[str], name: str) -> str:
-    """Return the float16 block of halved levels for part ``part`` of byte ``byte`` of two tokens' words.
+    """Return a Triton expression for the float16 block of halved levels, of part ``part`` of byte ``byte`` of two tokens' words.
 
     ``words``: uint16, pairs of bytes, one block for each byte of a word. ``name``: the shared memory with the table of pairs.
     """
@@ -91,7 +91,10 @@ def looked_up(bits: int, part: int, byte: int, words: list[str], name: str) -> s
 
 
 def picked_pairs(part: int, word: str, name: str, at: int) -> str:
-    """Return float16 blocks, one for each byte, of the levels of part ``part`` of uint16 words of 4-bit codes; the table has two planes."""
+    """Return a Triton expression for two float16 blocks, one for each byte: levels of part ``part`` of uint16 words of 4-bit codes.
+
+    The table of float16 levels is in shared memory ``name``, in two planes from byte ``at`` on.
+    """
     bits = 4
     lines = [plane_registers(bits, name, at), ".reg .b32 s, t, m, a, b, c;", moved("s", "$4", 4 * part), moved("t", "$5", 4 * part - 4)]
     # In each byte: a code of the first two tokens in the lower four bits, of the other two in the upper; bytes 0 together, then bytes 1.

@@ -6,7 +6,7 @@ from kvcompile.lowering.codegen.shared_tables import assembly
 
 
 def widened(words: str, count: int) -> str:
-    """Return the ``count`` numbers of every word as float32 blocks."""
+    """Return a Triton expression for the ``count`` float16 numbers of every word as float32 blocks."""
     halves = " ".join(f"mov.b32 {{h{2 * i}, h{2 * i + 1}}}, w{i};" for i in range(count // 2))
     numbers = " ".join(f"cvt.f32.f16 ${i}, h{i};" for i in range(count))
     body = f"{_cut(count, f'${count}', 'w')} .reg .b16 h<{count}>; {halves} {numbers}"
@@ -14,18 +14,18 @@ def widened(words: str, count: int) -> str:
 
 
 def beside(words: str, count: int) -> str:
-    """Return the ``count`` numbers of every word as float16 blocks, two tokens in a register."""
+    """Return a Triton expression for the ``count`` numbers of every word as float16 blocks, two tokens in a register."""
     cut = f"{_cut(count, f'${count}', 'a')} {_cut(count, f'${count + 1}', 'b')}"
     numbers = " ".join(f"prmt.b32 ${i}, a{i // 2}, b{i // 2}, 0x{'7632' if i % 2 else '5410'};" for i in range(count))
     return assembly(f"{cut} {numbers}", ["=r"] * count, [_register(count)] * 2, [words], ["tl.float16"] * count, 2)
 
 
 def statistics(scales: str, zeros: str | None, count: int, words: str) -> str:
-    """Return a float16 block [tokens, columns] that repeats ``count`` scales, then ``count`` zero points (scales again without ``zeros``).
+    """Return a Triton expression for a float16 block [tokens, columns]: ``count`` scales, ``count`` zero points, repeated.
 
-    The operands are words, broadcast over the columns. ``words``, key bytes of the same shape, are not read: they make Triton compute the
-    block in the layout of the tensor cores, where a thread has columns 4 t .. 4 t + 3 and 16 + 4 t .. of a token, t its number modulo 4.
-    Without a loaded operand, the block would be converted to that layout through shared memory.
+    Without ``zeros``, only scales. The operands are words, broadcast over the columns. ``words``, key bytes of the same shape, are not
+    read: they make Triton compute the block in the layout of the tensor cores, where a thread has columns 4 t .. 4 t + 3 and
+    16 + 4 t .. of a token, t its number modulo 4. Without a loaded operand, the block would be converted through shared memory.
     """
     names = [scales] if zeros is None else [scales, zeros]
     cut = " ".join(_cut(count, f"${2 + 4 * at}", "az"[at]) for at in range(len(names)))
@@ -40,9 +40,10 @@ def statistics(scales: str, zeros: str | None, count: int, words: str) -> str:
 
 
 def by_row(numbers: str, count: int, words: str) -> str:
-    """Return a float16 block [rows, tokens] with number ``row`` % ``count`` of each word; ``numbers`` are words, broadcast over the rows.
+    """Return a Triton expression for a float16 block [rows, tokens] with number ``row`` % ``count`` of each word.
 
-    ``words``, value byte pairs of the same shape, set the layout as in ``statistics``; a thread has rows g and 8 + g, g its number over 4.
+    ``numbers``: the words, broadcast over the rows. ``words``, value byte pairs of the same shape, set the layout as in ``statistics``;
+    a thread has rows g and 8 + g, g its number over 4.
     """
     lines = [_cut(count, "$1", "a"), _cut(count, "$2", "b"), ".reg .b32 t, u; .reg .pred p, q; mov.u32 t, %laneid;"]
     if count == 4:

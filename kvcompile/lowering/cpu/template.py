@@ -1,4 +1,4 @@
-"""C++ text of ``kvcompile::attend``, equal for every scheme, in files, each of which uses only those before it.
+"""C++ text of ``kvcompile::attend``, equal for every scheme, in files; a file uses only those before it.
 
 One task is (batch row, kv head, block of queries, split of the tokens). Its rows are the queries of the
 block times the G heads that share the kv head, so that a tile of TILE tokens is decoded to float scratch

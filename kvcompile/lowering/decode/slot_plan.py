@@ -149,7 +149,7 @@ class TemplateSlot:
 
     @property
     def coded(self) -> bool:
-        """Whether words are codes with scales, which must be unpacked."""
+        """Whether words are codes with scales and must be unpacked."""
         return self.scaled or self.static
 
     @property
@@ -163,9 +163,10 @@ class TemplateSlot:
         return self.decode is Decode.SCALED
 
     def clear(self, lo: int, bias: int) -> bool:
-        """Return whether fully visible tiles get a loop without masks, for value slots; ``lo``, ``bias``: the kernel's masks.
+        """Return whether a kernel with this value slot has a separate loop, without masks, for fully visible tiles.
 
-        Not with token scales, for which the layout that masks bring is the better one, nor for plain loads, which the hardware masks.
+        ``lo``, ``bias``: the kernel's lowest-token mask and bias kind. False with token scales, whose loads gain from the layout that masks
+        bring, and for PLAIN codes, whose loads the hardware masks.
         """
         return not (lo or bias or self.by_token or self.plain)
 

@@ -85,7 +85,7 @@ def needed(base: AttendConfig, tile: Tile) -> int:
 
 
 def _lookup_tiles(base: AttendConfig, rows: int) -> list[Tile]:
-    """Return tiles for lookups: one warp, since each would look up the same values; as many tokens as its registers hold."""
+    """Return tiles for kernels that look up levels: one warp, since every warp would look up the same levels; tokens as registers allow."""
     block_r = max(8, 1 << (rows - 1).bit_length())
     key, value = dataclasses.replace(base, tile=Tile(16, block_r, True)).plans
     block_t = 32 if max(base.key_dim, base.value_dim) <= 128 else 16

@@ -37,7 +37,7 @@ class Merge:
 class GluonConfig:
     """The kernel's compile-time constants, its ``C``.
 
-    ``rows``: product columns with different query heads, 4 or 8, ``kept`` of which are written. ``lo``, ``keep``, ``sinks``,
+    ``rows``: product columns with different query heads, 4 or 8; ``kept``: number of them that are written. ``lo``, ``keep``, ``sinks``,
     ``exact_newest``: whether this optional operand is given. ``ragged``: batch rows may differ in length. ``overlap``: see ``Merge``.
     """
 

@@ -24,7 +24,7 @@ MOST_HEADS = 8
 
 @dataclass(frozen=True)
 class GluonSettings:
-    """Settings of a compilation: whether to use the Gluon kernel, and whether steps are replayed as CUDA graphs."""
+    """Settings of a compilation: use of the Gluon kernel, and whether steps are replayed as CUDA graphs."""
 
     setting: Gluon = Gluon.MEASURED
     replayed: bool = False

@@ -1,6 +1,6 @@
 """Fragments of one slot's codes: sizes and instructions, from the scheme's kernel format.
 
-A CHUNK is a run of a row's bytes, of which each thread of a warp takes a fixed part; byte j of chunk c is, in part i, channel
+A CHUNK is a run of a row's bytes; each thread of a warp takes a fixed part of it. Byte j of chunk c is, in part i, channel
 ``i * row + c * chunk + j``. A chunk is within one scale's group in every part. Instructions come from ``bit_tricks``, which are checked
 against ``unpack`` on every word; codes without a trick are not supported.
 """

@@ -75,8 +75,8 @@ def said_of(held: int) -> tuple[int, int, bool]:
 def begins(first: torch.Tensor, kept: torch.Tensor, shown: torch.Tensor) -> torch.Tensor:
     """Return whether a call that begins at ``first`` sets the rows' origins to ``shown``, its mask's, and drops the ``kept`` ones.
 
-    True at position 0, and while all tokens so far are padding that the mask hides. The answer is the same for the old and the new origin
-    as ``kept``, since one program of a kernel may read the clock while another writes it.
+    True at position 0, and while all tokens so far are padding that the mask hides. The result does not depend on whether ``kept`` is the
+    origin before or after the call, since one program of a kernel may read the clock while another writes it.
     """
     return (first == 0) | ((kept >= first) & (shown >= first))
 
