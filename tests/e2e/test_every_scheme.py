@@ -1,7 +1,7 @@
 """Modules of ``e2e_models`` under the registered schemes, and what Inductor makes of them.
 
-All pairs would take an hour. Here each module has one scheme, by turns, and each scheme a module that is compiled with Inductor;
-``pytest --module NAME`` runs one module under every scheme, and with Inductor. ``--scheme`` runs every module under a scheme.
+All pairs would take an hour. Here each module has one scheme, by turns, and every second scheme a module that Inductor compiles;
+``pytest --module=NAME`` runs one module under every scheme, and with Inductor. ``--scheme`` runs every module under a scheme.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def parameters(found: list[Pair]) -> list[object]:
 ALL = [(case, kind) for case in MODULES for kind in SCHEMES if case.name == MODULE or kind in CHOSEN]
 """Every pair of the module and the schemes that were asked for."""
 EAGER = by_turns(MODULES, SCHEMES, len(MODULES)) + ALL
-INDUCTOR = by_turns(MODULES[::4], PLAIN, len(PLAIN)) + [(case, kind) for case, kind in ALL if case.name == MODULE]
+INDUCTOR = by_turns(MODULES[::4], PLAIN[::2], len(PLAIN[::2])) + [(case, kind) for case, kind in ALL if case.name == MODULE]
 
 
 def rounding(scheme: Scheme) -> float:
@@ -66,11 +66,11 @@ def results(case: Case, scheme: Scheme, inner: str | None) -> list[torch.Tensor]
         with torch.no_grad():
             return case.drive(module, call, given)
     except BackendCompilerFailed as failed:
-        # A scheme whose tokens depend on one another cannot hold every form of cache, and says so.
-        halves = [scheme.for_role(role) for role in Role]
-        if all(half.position_independent and not half.in_order for half in halves):
+        # A scheme may refuse a head dim; one whose tokens depend on one another cannot hold every form of cache, and says so.
+        said, halves = str(failed.inner_exception), [scheme.for_role(role) for role in Role]
+        assert isinstance(failed.inner_exception, (SchemeError, SiteRefused)) and scheme.name in said
+        if "needs a head dim" not in said and all(half.position_independent and not half.in_order for half in halves):
             raise
-        assert isinstance(failed.inner_exception, (SchemeError, SiteRefused)) and scheme.name in str(failed.inner_exception)
     return None
 
 
@@ -79,7 +79,7 @@ def test_a_module_is_near_itself_under_a_scheme(case: Case, kind: type[Scheme]) 
     found, plain = results(case, kind(), "eager"), results(case, kind(), None)
     assert plain is not None
     if found is None:
-        pytest.skip("the scheme cannot hold this form of cache, and says so")
+        pytest.skip("the scheme cannot hold this cache, and says so")
     size = max(float(item.abs().max()) for item in plain)
     allowed = (4 * rounding(kind()) + 1e-5) * size
     assert max(float((a - b).abs().max()) for a, b in zip(found, plain, strict=True)) <= allowed
@@ -92,6 +92,6 @@ def test_inductor_gives_what_eager_gives(case: Case, kind: type[Scheme]) -> None
     found, eager = (results(case, kind(), inner) for inner in ("inductor", "eager"))
     if found is None or eager is None:
         assert found is eager
-        pytest.skip("the scheme cannot hold this form of cache, and says so")
+        pytest.skip("the scheme cannot hold this cache, and says so")
     for mine, other in zip(found, eager, strict=True):
         torch.testing.assert_close(mine, other, atol=1e-3, rtol=0)

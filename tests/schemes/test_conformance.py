@@ -6,7 +6,8 @@ No scheme is named here. A scheme joins through the registry and says by its own
 from __future__ import annotations
 
 import pytest
-from registry import PLAIN, SCHEMES, VARIANTS
+from add_a_scheme import Fp4
+from registry import CHOSEN, SCHEMES, VARIANTS
 
 from kvcompile.schemes import Scheme
 from kvcompile.testing.laws import Law
@@ -27,9 +28,10 @@ def test_law(law: Law, scheme: Scheme) -> None:
 
 @pytest.mark.compile
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", PLAIN, ids=lambda scheme: scheme.name)
+@pytest.mark.parametrize("scheme", dict.fromkeys((Fp4, *CHOSEN)), ids=lambda scheme: scheme.name)
 @pytest.mark.parametrize("law", sorted(COMPILED, key=str), ids=str)
 def test_law_of_compiled_code(law: Law, scheme: type[Scheme]) -> None:
+    """Of schemes from outside; those of the package go through Inductor with modules (``test_every_scheme``)."""
     law(scheme())
 
 
