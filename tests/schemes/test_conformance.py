@@ -31,7 +31,7 @@ def test_law(law: Law, scheme: Scheme) -> None:
 @pytest.mark.parametrize("scheme", dict.fromkeys((Fp4, *CHOSEN)), ids=lambda scheme: scheme.name)
 @pytest.mark.parametrize("law", sorted(COMPILED, key=str), ids=str)
 def test_law_of_compiled_code(law: Law, scheme: type[Scheme]) -> None:
-    """Of schemes from outside; those of the package go through Inductor with modules (``test_every_scheme``)."""
+    """Of schemes from outside; those of the package go through Inductor with modules (``test_every_scheme``) and in tests of their own."""
     law(scheme())
 
 
