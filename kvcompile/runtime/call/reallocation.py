@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -180,7 +180,8 @@ def _move(layers: Sequence[_Held]) -> None:
 @functools.cache
 def _own_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream of a device on which decisions are computed."""
-    return torch.cuda.Stream(device)
+    made: Callable[[torch.device], torch.cuda.Stream] = torch.cuda.Stream
+    return made(device)
 
 
 @contextlib.contextmanager

@@ -44,7 +44,7 @@ class TokenPositions:
             seen = seen.permute(rows, token, *rest).flatten(2).any(-1) if rest else seen.permute(rows, token)
             if len(term.roles[rows]) > 1:
                 outer = term.roles[rows][0] == "B"
-                seen = seen.unflatten(0, (site.key.batch, -1) if outer else (-1, site.key.batch)).any(1 if outer else 0)
+                seen = torch.unflatten(seen, 0, (site.key.batch, -1) if outer else (-1, site.key.batch)).any(1 if outer else 0)
             first = (seen.cumsum(1) == 0).sum(1)
             found = first if found is None else torch.maximum(found, first)
         return found
@@ -162,7 +162,8 @@ def positions_of(captured: Captured, planned: Plan, effects: Effects) -> Positio
         if writes:
             given = [value.clone() if isinstance(value, torch.Tensor) else value for value in given]
         with torch.no_grad():
-            return module(*given)
+            values: tuple[torch.Tensor, ...] = module(*given)
+        return values
 
     tensors = [entry for entry in captured.inputs if entry.index in taken and isinstance(entry.node.meta["val"], torch.Tensor)]
     counters = tuple(entry.index for entry in tensors if effects.writes.get(entry.node))

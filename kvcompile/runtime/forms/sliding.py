@@ -48,7 +48,7 @@ class Sliding(CacheForm):
             return 0
         places = call.args[self.group.argument].shape[self.token_dim]  # type: ignore[index]
         length = self.length(state, call)
-        start = length - min(length, places) + call.read(self.sliding.end)
+        start: int = length - min(length, places) + call.read(self.sliding.end)
         past = call.read(self.sliding.past)
         self._check_held(past + (self.count(call) == 1))
         if start - past < state.top - self.sliding.slots:

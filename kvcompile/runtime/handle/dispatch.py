@@ -172,7 +172,7 @@ class _Operands:
 def _copy_of(value: Any) -> torch.Tensor:
     """Return a decoded copy of a cache; of a part or view, a view of the decoded whole with the same geometry."""
     if is_view(value):
-        return torch.Tensor.as_subclass(value, torch.Tensor)  # type: ignore[no-any-return]
+        return torch.Tensor.as_subclass(value, torch.Tensor)
     root, place = home(value)
     if place is None:
         return decoded(value).contiguous()

@@ -110,7 +110,8 @@ def _copy(handle: CompressedCache, *args: Any, **kwargs: Any) -> CompressedCache
 def _deepcopy(handle: CompressedCache, memo: dict[int, Any]) -> CompressedCache:
     if id(handle) not in memo:
         memo[id(handle)] = _copy(handle)
-    return memo[id(handle)]
+    made: CompressedCache = memo[id(handle)]
+    return made
 
 
 def _same(handle: CompressedCache, *args: Any, **kwargs: Any) -> CompressedCache:

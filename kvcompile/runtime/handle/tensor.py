@@ -49,6 +49,10 @@ METADATA = {
     "__class__", "_base", "_backward_hooks", "is_conj", "is_neg",
 }
 
+_split: Callable[..., Any] = torch.Tensor.split
+_unflatten: Callable[..., Any] = torch.Tensor.unflatten
+"""Two of Tensor's methods, which torch wrote in Python without annotations."""
+
 
 class CompressedCache(torch.Tensor):
     """A cache tensor with its values compressed in a store; see the module docstring for its operations."""
@@ -65,7 +69,7 @@ class CompressedCache(torch.Tensor):
     """The cache that it is a part of, and its geometry there; None for a whole cache."""
     _seen: tuple[Any, ...]
     """The cache's ``Origin.seen`` when this part was last updated."""
-    real = REAL  # type: ignore[assignment]
+    real = REAL
 
     @classmethod
     def __torch_function__(
@@ -99,7 +103,7 @@ class CompressedCache(torch.Tensor):
         """Return ``torch.Tensor.split`` of the cache; while Dynamo traces, of the dense tensor that it represents."""
         if torch.compiler.is_dynamo_compiling():
             return torch.ops.kvcompile.expose(self).split(split_size, dim)
-        return torch.Tensor.split(self, split_size, dim)
+        return _split(self, split_size, dim)
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
         """Turn the cache dense unless Dynamo traces, then do ``torch.Tensor.set_``, which bypasses ``__torch_function__``."""
@@ -119,7 +123,7 @@ class CompressedCache(torch.Tensor):
         """Return ``torch.Tensor.unflatten`` of the cache; while Dynamo traces, of the dense tensor that it represents."""
         if torch.compiler.is_dynamo_compiling():
             return torch.ops.kvcompile.expose(self).unflatten(dim, sizes)
-        return torch.Tensor.unflatten(self, dim, sizes)
+        return _unflatten(self, dim, sizes)
 
 
 # When uncompiled code calls it, Dynamo would try to compile this frame as if it were the model's.
@@ -190,7 +194,7 @@ def _holders(tensor: torch.Tensor) -> int:
     """Return the number of tensors that share a tensor's storage, itself included; one more for memory that torch does not own."""
     storage = tensor.untyped_storage()
     # The storage object just created is one use. External memory (an array's, another process's) cannot be resized.
-    return int(storage_uses(storage._cdata)) - 1 + (not storage.resizable())  # type: ignore[attr-defined]
+    return int(storage_uses(storage._cdata)) - 1 + (not storage.resizable())
 
 
 def attach(handle: CompressedCache, state: CacheState, length: int) -> None:
@@ -240,7 +244,7 @@ def to_dense(value: torch.Tensor, why: str) -> torch.Tensor:
 
 def take_storage(value: torch.Tensor, dense: torch.Tensor) -> None:
     """Give a handle or a decoded view the memory of a dense tensor, and drop its state."""
-    value.__class__ = torch.Tensor  # type: ignore[assignment]
+    value.__class__ = torch.Tensor
     for name in ("_kv", "_views", "_origin", "_seen"):
         value.__dict__.pop(name, None)
     show(value, dense)
@@ -326,7 +330,7 @@ def decoded(value: torch.Tensor) -> torch.Tensor:
     refresh(value)
     if is_view(value):
         with DisableTorchFunctionSubclass():
-            return torch.Tensor.as_subclass(value, torch.Tensor).clone()  # type: ignore[no-any-return]
+            return torch.Tensor.as_subclass(value, torch.Tensor).clone()
     if not isinstance(value, CompressedCache):
         return value
     resume(value)
@@ -347,7 +351,8 @@ def densify(args: Sequence[Any], given: Collection[int], written: Mapping[int, s
 
 def visible_length(handle: CompressedCache) -> int:
     """Return the number of tokens that a handle shows: the last ones before its length."""
-    return min(handle._length, next(iter(handle._kv.axes.values())).room(handle.shape))
+    room: int = next(iter(handle._kv.axes.values())).room(handle.shape)
+    return min(handle._length, room)
 
 
 def resume(handle: CompressedCache) -> None:

@@ -80,7 +80,8 @@ def written(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Ma
     """Return the arguments that an operation declares to write, with lists flattened; a torch operator declares them in its schema."""
     schema = getattr(func, "_schema", None)
     if schema is None and isinstance(func, OpOverloadPacket):
-        schema = getattr(func, func.overloads()[0])._schema
+        overloads: Callable[[], list[str]] = func.overloads
+        schema = getattr(func, overloads()[0])._schema
     found = []
     if schema is not None:
         given = {item.name: args[at] if at < len(args) else kwargs.get(item.name) for at, item in enumerate(schema.arguments)}
@@ -123,7 +124,7 @@ class ViewGeometry:
         """Return the view of another tensor with this geometry."""
         with DisableTorchFunctionSubclass(), torch.no_grad(), torch.inference_mode(whole.is_inference()):
             made = torch.empty(0, dtype=self.dtype, device=whole.device)
-            return made.set_(whole.untyped_storage(), self.offset, self.size, self.stride)  # type: ignore[call-overload, no-any-return]
+            return made.set_(whole.untyped_storage(), self.offset, self.size, self.stride)
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,7 +161,7 @@ class DecodedView(torch.Tensor):
 
     _origin: Origin
     _seen: tuple[Any, ...]
-    real = REAL  # type: ignore[assignment]
+    real = REAL
 
     @classmethod
     def __torch_function__(
@@ -220,4 +221,4 @@ def _join(view: Any, origin: Origin) -> None:
 def show(view: torch.Tensor, real: torch.Tensor) -> None:
     """Give a tensor the memory of another."""
     with DisableTorchFunctionSubclass(), torch.no_grad(), torch.inference_mode(view.is_inference()):
-        torch.Tensor.set_(view, real.untyped_storage(), real.storage_offset(), real.shape, real.stride())  # type: ignore[call-overload]
+        torch.Tensor.set_(view, real.untyped_storage(), real.storage_offset(), real.shape, real.stride())

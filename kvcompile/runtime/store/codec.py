@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from kvcompile.errors import AnglesUnknown
+from kvcompile.lowering.ops.append_window import append_window_body
 from kvcompile.lowering.ops.keep_first import keep_first_body
-from kvcompile.lowering.ops.operations import append_body, append_window_body, with_exact_rows, write_rows
+from kvcompile.lowering.ops.operations import append_body, with_exact_rows, write_rows
 from kvcompile.lowering.ops.sliding import taken
 from kvcompile.runtime.store.exact_window import lost, overlaid, rewind
 from kvcompile.runtime.store.store import Store

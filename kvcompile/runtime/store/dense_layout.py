@@ -13,7 +13,7 @@ def tokens_of(dense: torch.Tensor, axes: Axes, heads: int, head_dim: int) -> tor
     for dim in range(len(roles) - 1, -1, -1):
         if len(roles[dim]) == 2:
             inner = head_dim if roles[dim][1] == "D" else heads
-            view = view.unflatten(dim, (-1, inner))
+            view = torch.unflatten(view, dim, (-1, inner))
     flat = [role for label in roles for role in label]
     view = view.permute(_order(flat))
     first = sum(role in flat for role in ("B", "K"))
@@ -32,7 +32,7 @@ def put_tokens(x_BKTD: torch.Tensor, dense: torch.Tensor, axes: Axes) -> None:
     if len(token_dims) == 1:
         view = view.narrow(token_dims[0], 0, x.shape[2])
     else:
-        x = x.unflatten(2, [view.shape[dim] for dim in token_dims])
+        x = torch.unflatten(x, 2, [view.shape[dim] for dim in token_dims])
     flat = [role for label in roles for role in label]
     given = ["B", "K", *["T"] * len(token_dims), "D"]
     for dim in range(len(given) - 1, -1, -1):

@@ -8,13 +8,13 @@ new buffers; so each buffer is kept until the work queued by then is done.
 from __future__ import annotations
 
 import collections
-from typing import Any
 
 import torch
 
 from kvcompile.errors import HostMemoryFull
+from kvcompile.schemes.device_event import Event, new_event
 
-_LEAVING: collections.deque[tuple[Any, torch.Tensor]] = collections.deque()
+_LEAVING: collections.deque[tuple[Event, torch.Tensor]] = collections.deque()
 """Freed buffers, each with the CUDA event after which no kernel uses it."""
 
 
@@ -30,7 +30,7 @@ class _Alias:
     def __del__(self) -> None:
         # None while the interpreter exits: then the driver frees all memory.
         if torch is not None and torch.cuda is not None:
-            event = torch.cuda.Event()
+            event = new_event()
             event.record()
             _LEAVING.append((event, self.pinned))
 

@@ -116,7 +116,8 @@ class Store:
     def announced(self, tokens: int) -> int:
         """Return the bytes that a report announces for ``tokens`` tokens: here, of all allocated pages."""
         del tokens
-        return self.spec.layout.nbytes(self.pages, self.batch, self.spec.slot.heads)
+        found: int = self.spec.layout.nbytes(self.pages, self.batch, self.spec.slot.heads)
+        return found
 
     def reserve(self, pages: int, tokens: int | None = None) -> None:
         """Grow to ``pages`` pages; planes are copied one at a time, so only one exists twice.

@@ -97,12 +97,12 @@ class Earlier:
         """Copy the earlier codes of all blocks with only unchanged tokens, ``same_BKT``."""
         pages = min(store.pages, self.held.pages)
         block = store.spec.scheme.block
-        whole = same_BKT[:, :, : pages * PAGE].unflatten(2, (-1, block)).all(-1)
+        whole = torch.unflatten(same_BKT[:, :, : pages * PAGE], 2, (-1, block)).all(-1)
         for index in range(store.spec.layout.encoded):
             spec, ours, theirs = store.spec.layout.planes[index], store.planes[index], self.held.planes[index]
             if spec.extent is not Extent.TOKENS:
                 continue
             rows = whole.repeat_interleave(max(block * spec.rows // PAGE, 1), 2)
             # [B, K, N * rows] -> [N, B, K, rows, 1]
-            chosen = rows.unflatten(2, (pages, spec.rows)).permute(2, 0, 1, 3).unsqueeze(-1)
+            chosen = torch.unflatten(rows, 2, (pages, spec.rows)).permute(2, 0, 1, 3).unsqueeze(-1)
             ours[:pages] = torch.where(chosen, theirs[:pages], ours[:pages])
