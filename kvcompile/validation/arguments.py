@@ -22,12 +22,13 @@ from kvcompile.passes.capture.capture import Input
 from kvcompile.passes.capture.position_graph import dataflow, extract
 from kvcompile.passes.graph.operators import COPIES
 from kvcompile.passes.graph.shapes import op_name, value_of
+from kvcompile.passes.graph.worlds import Values
 from kvcompile.passes.match.mask.masks import shown_by
 from kvcompile.passes.match.mask.reach import held
 from kvcompile.passes.match.sites import LimitKind, MaskKind, MaskTerm
 from kvcompile.types import NUMBERS
 from kvcompile.validation.inverse import solve
-from kvcompile.validation.sizes import Values, hints, past, read
+from kvcompile.validation.sizes import hints, past, read
 from kvcompile.validation.subgraph import NotApart, Subgraph
 
 COMBINATIONS = 400
@@ -300,9 +301,10 @@ class Arguments:
         if index not in self.part.sources:
             return None
         value = self.examples[self.part.sources[index]] if self.part.sources[index] < len(self.examples) else None
-        if type(value) not in {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer} or tuple(value.shape) != shape:  # type: ignore[union-attr]
+        plain = type(value) in {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
+        if not plain or not isinstance(value, torch.Tensor) or tuple(value.shape) != shape:
             return None
-        return value.detach().to("cpu", copy=True)  # type: ignore[union-attr]
+        return value.detach().to("cpu", copy=True)
 
     def table(self, dtype: torch.dtype, index: int, shape: tuple[int, ...], count: int) -> torch.Tensor:
         """Return the table that a program was compiled with, or a random one of ``count`` slots where it does not fit these."""

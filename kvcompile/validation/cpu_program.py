@@ -90,7 +90,7 @@ class _Propagate(fx.Interpreter):
             self.narrow.append((n, value))
             value = value.to(self.dtype)
         elif (end := self.ends.get(n)) is not None:
-            n.args, n.kwargs = fx.node.map_aggregate((n.args, n.kwargs), lambda item: self._moved(item, end))  # type: ignore[misc,assignment]
+            n.args, n.kwargs = fx.node.map_aggregate((n.args, n.kwargs), lambda item: self._moved(item, end))
         if n.op != "output":
             n.meta["val"] = value
         return value
