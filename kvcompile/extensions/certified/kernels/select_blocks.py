@@ -182,7 +182,10 @@ def shares_of_row(
 def drawn_and_listed(
     chosen, coded, ORDER, READ, EXPLORED, VALUES, LIST, n, blocks, first, count, before, tail, drawn, EXPLORE: tl.constexpr,
 ):
-    """Draw the explored blocks of one chunk of a row besides the ``chosen`` ones; write flags and list; return the row's updated sums."""
+    """Draw the explored blocks of one chunk of a row besides the ``chosen`` ones; write flags and list.
+
+    Returns the list's length, the tail's mass and the number of explored blocks, each with this chunk added.
+    """
     kept = coded & (chosen == 0)
     if EXPLORE > 0:
         explored = drawn_of(EXPLORED, n, kept, before, n, blocks, EXPLORE)

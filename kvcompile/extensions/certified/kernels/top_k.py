@@ -36,7 +36,7 @@ def reaching(ORDER, blocks, edge, CHUNK: tl.constexpr):
 
 @triton.jit
 def below(ORDER, AMOUNT, blocks, edge, CHUNK: tl.constexpr):
-    """Return the float64 sum of the candidates' amounts below an edge, the number of entries that reach it, and the largest summed."""
+    """Return the sum (float64) of the candidates' amounts below an edge, the number of entries that reach it, and the largest amount."""
     i = tl.arange(0, CHUNK)
     count = tl.zeros([CHUNK], tl.int32)
     amounts = tl.zeros([CHUNK], tl.float64)
@@ -78,9 +78,9 @@ def edge_of_count(ORDER, blocks, count, low, reach_low, high, reach_high, CHUNK:
 
 @triton.jit
 def edge_of_tail(ORDER, AMOUNT, blocks, low, reach_low, high, reach_high, BUDGET: tl.constexpr, CHUNK: tl.constexpr):
-    """Bisect for the highest edge whose tail sums to at most BUDGET. Returns it, or one as many candidates reach, and how many reach it.
+    """Bisect for the highest edge whose tail sums to at most BUDGET. Returns the edge and the number of candidates that reach it.
 
-    ``low``: an edge whose tail fits.
+    ``low``: an edge whose tail fits. The edge may be lower if no further candidate reaches it.
     """
     amount, _reach, _largest = below(ORDER, AMOUNT, blocks, high, CHUNK)
     fits = amount <= BUDGET
@@ -112,7 +112,7 @@ def certain_count(
 
     There is no need if ``count`` blocks, those that reach ``edge``, are enough, and no way if MOST_WIDENED are not. SURE: upper bounds on
     exact
-    shares. One pass decides both if the largest remaining share, times the further blocks allowed, cannot close the gap.
+    shares. One pass suffices without a need, or if the further blocks, at the largest remaining share each, could not close the gap.
     """
     sure = available * 0
     left, _reach, largest = below(ORDER, SURE, blocks, edge, CHUNK)

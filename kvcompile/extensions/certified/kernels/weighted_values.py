@@ -103,7 +103,10 @@ def spread(scales, WORDS: tl.constexpr):
 
 @triton.jit
 def added(total, values, weights, one):
-    """Return a tile's sums plus the split's. The factor ``one`` is no constant: a plain sum could become the accumulator's chain."""
+    """Return a tile's sums plus the split's ``total``.
+
+    The factor ``one`` is no constant: the compiler could make a plain sum the product's accumulator, a longer chain of roundings.
+    """
     return tl.fma(tl.dot(tl.permute(values, (1, 0)), weights), tl.zeros(total.shape, tl.float32) + one, total)
 
 
