@@ -247,7 +247,7 @@ class DeviceStep:
     def united(
         self, chosen: torch.Tensor, values: torch.Tensor, explored: torch.Tensor | None, clock: torch.Tensor, explore: int
     ) -> torch.Tensor:
-        """Return flags of the blocks ``chosen`` by any query head of a kv head, plus the explored ones."""
+        """Return flags of the blocks that any query head of a kv head has ``chosen``, plus the explored ones."""
         from kvcompile.extensions.certified.kernels.select_blocks import unite_blocks
 
         read = self.flags(*self.shape, self.blocks)

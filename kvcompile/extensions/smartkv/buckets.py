@@ -303,7 +303,7 @@ def values(slot_buckets: Buckets, count: int, heads: slice = slice(None)) -> tor
 
 
 def levels(slot_buckets: Buckets, count: int) -> torch.Tensor:
-    """Return the levels of the tokens at positions 0 to ``count`` - 1, int8 [B, T]; the number of levels for an entering token.
+    """Return the levels of the tokens at positions 0 to ``count`` - 1, int8 [B, T]; entering tokens get len(widths).
 
     Waits for the device.
     """

@@ -43,7 +43,7 @@ def held_bytes(slot_buckets: Buckets, room: PlaneLengths | None = None) -> int:
 
 @dataclass(frozen=True)
 class TokenMove:
-    """The new indices of a slot's tokens: levels int8 [B, T], indices int32 [B, T], and the plane ``ends``.
+    """A move of one slot's tokens: new levels int8 [B, T], new indices in the buckets int32 [B, T], and the new plane ``ends``.
 
     ``counts``: tokens of each row and level, on the host. ``again``: the tokens encoded from their full-precision copies; None without tier
     2.
@@ -57,7 +57,10 @@ class TokenMove:
 
 
 def placed(levels_LBT: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each token's index, int32 [L, B, T], and ``ends``, int32 [L, B, levels], from levels below ``number``, int8 [L, B, T]."""
+    """Return each token's new index in the buckets, int32 [L, B, T], and ``ends``, int32 [L, B, levels], from new levels int8 [L, B, T].
+
+    All levels are below ``number``.
+    """
     layers, rows, tokens = levels_LBT.shape
     found, order = levels_LBT.sort(dim=-1, stable=True)
     begin = (torch.arange(rows, device=order.device) * tokens).view(1, -1, 1)
@@ -86,7 +89,7 @@ class Movement(Protocol):
     """Operations that read and re-encode the tokens of one slot on a device; ``EagerMoves`` defines them."""
 
     def levels(self, slot_buckets: Buckets, count: int) -> torch.Tensor:
-        """Return the levels of the tokens at positions 0 to ``count`` - 1, int8 [B, T]; the number of levels for an entering token."""
+        """Return the levels of the tokens at positions 0 to ``count`` - 1, int8 [B, T]; entering tokens get len(widths)."""
 
     def move(self, slot_buckets: Buckets, order: TokenMove, first: int, into: Buckets) -> None:
         """Write codes, scales and positions of all tokens below T into the planes of ``into``, as ``order`` says.
@@ -146,7 +149,7 @@ def _sources(slot_buckets: Buckets, count: int, first: int) -> Iterator[_Source]
 
 
 def settled(slot_buckets: Buckets, levels_BT: torch.Tensor) -> Buckets:
-    """Return the slot with all T tokens moved to the buckets of ``levels`` int8 [B, T], in planes without slack. Waits for the device."""
+    """Return the slot with all T tokens moved into buckets, by ``levels`` int8 [B, T], in planes without slack. Waits for the device."""
     order, count = order_of(levels_BT, slot_buckets), levels_BT.shape[1]
     return moved(slot_buckets, order, int(slot_buckets.first), count, PlaneLengths.of(order.counts, slot_buckets))
 

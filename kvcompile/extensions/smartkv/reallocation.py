@@ -48,7 +48,7 @@ def by_position(plane: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def put(plane: torch.Tensor, rows_BTw: torch.Tensor) -> torch.Tensor:
-    """Return a new plane of the rows [B, T, width], with as many pages as they need."""
+    """Return a new plane that holds the rows [B, T, width], with as many pages as they need."""
     pages = pages_for(rows_BTw.shape[1])
     padded = torch.nn.functional.pad(rows_BTw, (0, 0, 0, pages * PAGE - rows_BTw.shape[1]))
     made = padded.unflatten(1, (pages, PAGE)).transpose(0, 1).unsqueeze(2)
@@ -56,7 +56,7 @@ def put(plane: torch.Tensor, rows_BTw: torch.Tensor) -> torch.Tensor:
 
 
 def forgotten(plane: torch.Tensor, count: int) -> torch.Tensor:
-    """Return a copy of the plane that ends after ``count`` positions."""
+    """Return a copy of a plane's first ``count`` positions."""
     return put(plane, by_position(plane, min(count, plane.shape[0] * PAGE)))
 
 
@@ -127,7 +127,7 @@ def pages_entering(tokens: int) -> int:
 
 @dataclass(frozen=True)
 class KeyStatistics:
-    """The planes that keys have besides their buckets."""
+    """The planes of importance and decisions, stored with the buckets of keys."""
 
     importance: torch.Tensor
     before: torch.Tensor

@@ -73,8 +73,9 @@ def leading_projector(gram: torch.Tensor, rank: int) -> torch.Tensor:
 def eigenvectors(gram: torch.Tensor) -> torch.Tensor:
     """Return the eigenvectors of a positive semidefinite matrix as columns, largest eigenvalue first, float64 [..., D, D].
 
-    Orthogonal iteration: columns are multiplied by the matrix and made orthonormal by the Cholesky factor of their products. Those of
-    close eigenvalues may stay mixed, which makes little difference to a use of them; the columns are always orthonormal to float64.
+    Orthogonal iteration: columns are multiplied by the matrix and made orthonormal by the Cholesky factor of their products. Eigenvectors
+    of
+    nearly equal eigenvalues may stay mixed; the columns are always orthonormal to float64.
     """
     exact = gram.to(torch.float64)
     identity = torch.eye(exact.shape[-1], dtype=exact.dtype, device=exact.device)
@@ -97,7 +98,7 @@ def _orthogonal(columns: torch.Tensor) -> torch.Tensor:
 
 
 def moves(weight: torch.Tensor, block: int) -> torch.Tensor:
-    """Return how far an error of each channel moves the channels of later blocks, [..., D, D]: row i of block t is that of (B_t H_t)^T.
+    """Return how far an error of each channel moves the channels of later blocks, [..., D, D]. Row i is that of (B_t H_t)^T, i in block t.
 
     ``weight``: lam Qhat^T Qhat, float64. Entries are zero unless the column's block comes after the row's.
     """

@@ -140,7 +140,7 @@ class Calibrated(Scheme):
         raise NotImplementedError
 
     def rounding(self, scale: sympy.Expr) -> sympy.Expr:
-        """Return a bound on the rounding error of a value within the range, in AMAX."""
+        """Return a bound on the rounding error of a value within the range, an expression in AMAX."""
         raise NotImplementedError
 
     def encode(self, x_BKSD: torch.Tensor, *fixed: torch.Tensor) -> Planes:

@@ -85,7 +85,7 @@ def up32(x):
 
 @triton.jit
 def finite_or_infinite(square):
-    """Replace NaN by infinity, which a maximum keeps."""
+    """Return the squares with NaN replaced by infinity, which a maximum keeps."""
     return tl.where(square == square, square, float("inf"))
 
 

@@ -44,7 +44,7 @@ def drawn_before(clock, b, k, q):
 
 @triton.jit
 def mixed_with(x, place):
-    """Return a hash mixed with the next index."""
+    """Return a 32-bit hash mixed with one more index."""
     x = (x ^ (place + 1).to(tl.uint32)) * 0x9E3779B1
     return x ^ (x >> 15)
 

@@ -55,11 +55,10 @@ def turned(runs, C: tl.constexpr, COLUMNS: tl.constexpr, DOT: tl.constexpr):
 
 @triton.jit
 def operands_of(runs, BITS: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr):
-    """Return queries as operands for codes of BITS, in DOT, and each row's excess: the product of its query with the codes' raise 2^(BITS -
-    1).
+    """Return queries as operands for codes of BITS, in DOT, and each row's excess: the part of its products due to raised codes.
 
-    The excess is computed by a product so that the operands have a use outside of the loop: Triton sinks values that are used only inside a
-    loop into it, and would convert the queries for every tile.
+    PACKED codes are raised by 2^(BITS - 1). The excess is computed by a product so that the operands have a use outside of the loop: Triton
+    sinks values that are used only inside a loop into it, and would convert the queries for every tile.
     """
     POWERS: tl.constexpr = POWERS_8 if BITS == 8 else POWERS_4 if BITS == 4 else POWERS_3 if BITS == 3 else POWERS_2
     found = ()

@@ -43,7 +43,7 @@ def _climb(VALUE, LEVEL, CAP, WORTHS, bits, tokens, STEPS: tl.constexpr, BLOCK: 
 
 @triton.jit
 def _equals(VALUE, LEVEL, CAP, WORTHS, t, bits, tokens, step):
-    """Return whether each token at ``t`` may take ``step`` next and its worth equals the float with these bits."""
+    """Return whether each token at ``t`` has ``step`` as its next step below its cap, worth exactly the float with these bits."""
     value = tl.load(VALUE + t, mask=t < tokens, other=0.0) * tl.load(WORTHS + step)
     level, cap = tl.load(LEVEL + t, mask=t < tokens, other=-1), tl.load(CAP + t, mask=t < tokens, other=-1)
     return (value == bits.to(tl.float32, bitcast=True)) & (level == step) & (cap > step)

@@ -56,7 +56,9 @@ class Magnitudes:
         return torch.minimum(edge, amax)
 
     def scales(self, extent: ScaleExtent, percentile: float, margin: float, largest: float) -> Scales:
-        """Return the scales whose largest code is ``margin`` times that magnitude; a head of zeros gets the largest scale of the others."""
+        """Return the scales whose largest code is ``margin`` times that of ``covering``; a head of zeros gets the largest scale of the
+        others.
+        """
         covered = self.covering(extent, percentile)
         covered = torch.where(covered > 0, covered, covered.amax())
         return Scales(stored_scale(covered * margin, largest, torch.float32))
