@@ -117,9 +117,9 @@ def test_the_kernel_compiles_offline(capability: int, slots: int) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from kvcompile.lowering.append.window_token import append_one, append_two
+    from kvcompile.lowering.append.window_token import APPEND_TOKEN
 
-    kernel = append_one if slots == 1 else append_two
+    kernel = APPEND_TOKEN.one if slots == 1 else APPEND_TOKEN.two
     names, constants = kernel.arg_names, {**CONSTANTS, "BLOCK": 32}
     if slots == 2:
         constants |= {f"{name}_2": value for name, value in CONSTANTS.items()} | {"BLOCK_2": 1}

@@ -191,16 +191,16 @@ def spilled(compiled: Any) -> int:
 ])
 def test_the_kernels_compile_offline(capability: int, bits: int, dim: int, window: int) -> None:
     pytest.importorskip("triton")
-    from kvcompile.lowering.append.window_blocks import append_blocks_two, roll_two
+    from kvcompile.lowering.append.window_blocks import APPEND_BLOCKS, ROLL
 
     keys, values = (constants_of(bits, dim, window, block) for block in (32, 1))
-    first = offline(append_blocks_two, both(keys, values), capability, keys["ROWS"] * dim // 2048)
+    first = offline(APPEND_BLOCKS.two, both(keys, values), capability, keys["ROWS"] * dim // 2048)
     assert first.asm["cubin"]
     assert not spilled(first)
     copies = [
         {**{name: own[name] for name in ("D", "W", "HEADS", "HAS_ORIGIN")}, "COPY": min(window, own["ROWS"])} for own in (keys, values)
     ]
-    second = offline(roll_two, both(*copies), capability, 4)
+    second = offline(ROLL.two, both(*copies), capability, 4)
     assert second.asm["cubin"]
     assert not spilled(second)
 
@@ -209,8 +209,8 @@ def test_the_kernels_compile_offline(capability: int, bits: int, dim: int, windo
 def test_words_move_between_threads_four_at_a_time(block: int, most: int) -> None:
     """Shuffles of all 64 elements of a thread, 2 bits: twice 112 and 88 where each word's parts moved alone and NaN was looked for."""
     pytest.importorskip("triton")
-    from kvcompile.lowering.append.window_blocks import append_blocks_one
+    from kvcompile.lowering.append.window_blocks import APPEND_BLOCKS
     from kvcompile.lowering.decode.offline import sass
 
-    made = offline(append_blocks_one, constants_of(2, 128, 32, block), 90, 2)
+    made = offline(APPEND_BLOCKS.one, constants_of(2, 128, 32, block), 90, 2)
     assert 0 < sass(made.asm["cubin"]).count("SHFL") <= most

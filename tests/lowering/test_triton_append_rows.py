@@ -127,13 +127,13 @@ def test_the_kernel_compiles_offline(capability: int, scheme: str) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from kvcompile.lowering.append.rows import append_rows_two
+    from kvcompile.lowering.append.rows import APPEND_ROWS
 
     own = {**COMMON, **CONSTANTS[scheme]}
     constants = {**own, **{f"{name}_2": value for name, value in own.items()}}
     pointers = {**POINTERS, "CODES": "*i8" if scheme == "int8" else "*u8"}
-    names = append_rows_two.arg_names
+    names = APPEND_ROWS.two.arg_names
     signature = {name: "constexpr" if name in constants else pointers.get(name.removesuffix("_2"), "i32") for name in names}
-    source = ASTSource(append_rows_two, signature, constexprs={(names.index(name),): value for name, value in constants.items()})
+    source = ASTSource(APPEND_ROWS.two, signature, constexprs={(names.index(name),): value for name, value in constants.items()})
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
     assert compiled.asm["cubin"]

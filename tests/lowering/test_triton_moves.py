@@ -107,10 +107,10 @@ def test_the_kernels_compile_offline(many: bool, capability: int) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from kvcompile.lowering.append.window_blocks import append_blocks_one
-    from kvcompile.lowering.append.window_token import append_one
+    from kvcompile.lowering.append.window_blocks import APPEND_BLOCKS
+    from kvcompile.lowering.append.window_token import APPEND_TOKEN
 
-    kernel = append_blocks_one if many else append_one
+    kernel = (APPEND_BLOCKS if many else APPEND_TOKEN).one
     names, constants = kernel.arg_names, {**CONSTANTS, "BLOCK": 32, "SUB": 32, "ROWS": 32}
     constants = {name: value for name, value in constants.items() if name in names}
     signature = {name: "constexpr" if name in constants else {**POINTERS, "OWN": "*fp32"}.get(name, "i32") for name in names}

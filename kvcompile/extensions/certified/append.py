@@ -23,6 +23,7 @@ import triton.language as tl
 from kvcompile import schemes
 from kvcompile.extensions.certified.scheme import BLOCK, Certified
 from kvcompile.lowering.append.rounding import MAGIC
+from kvcompile.lowering.append.slot_kernels import SlotLaunch, slot_kernels
 from kvcompile.lowering.append.window_token import WindowSlot, held_behind, minmax_codes, origin_of
 from kvcompile.lowering.host.launches import Direct, Launcher
 from kvcompile.lowering.ops.append_window import _encoded, one_token
@@ -149,42 +150,7 @@ def _append_certified(
         tl.store(PLACES + block * 2 + tl.arange(0, 2), tl.zeros([2], tl.int32))
 
 
-@triton.jit
-def certified_one(
-    X, RING, CLOCK, CODES, SCALES, ZEROS, NOTES, ORIGINALS, PLACES, POS, ORIGIN, RECENT, x_b, x_h, x_d, pages, batch, pos_b,
-    D: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr, BITS: tl.constexpr, PARTS: tl.constexpr,
-    GROUP: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr, HAS_ORIGIN: tl.constexpr, HAS_PLACES: tl.constexpr, FULL: tl.constexpr,
-):
-    """Append a token to one slot; a program has one kv head of one batch row."""
-    _append_certified(
-        tl.program_id(0), X, RING, CLOCK, CODES, SCALES, ZEROS, NOTES, ORIGINALS, PLACES, POS, ORIGIN, RECENT, x_b, x_h, x_d, pages, batch,
-        pos_b, D, PAGE, HEADS, KEYS, BITS, PARTS, GROUP, ULP, TINY, HAS_ORIGIN, HAS_PLACES, FULL,
-    )
-
-
-@triton.jit
-def certified_two(
-    programs, X, RING, CLOCK, CODES, SCALES, ZEROS, NOTES, ORIGINALS, PLACES, POS, ORIGIN, RECENT, x_b, x_h, x_d, pages, batch, pos_b,
-    X_2, RING_2, CLOCK_2, CODES_2, SCALES_2, ZEROS_2, NOTES_2, ORIGINALS_2, PLACES_2, POS_2, ORIGIN_2, RECENT_2, x_b_2, x_h_2, x_d_2,
-    pages_2, batch_2, pos_b_2, D: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr, BITS: tl.constexpr,
-    PARTS: tl.constexpr, GROUP: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr, HAS_ORIGIN: tl.constexpr, HAS_PLACES: tl.constexpr,
-    FULL: tl.constexpr, D_2: tl.constexpr, PAGE_2: tl.constexpr, HEADS_2: tl.constexpr, KEYS_2: tl.constexpr, BITS_2: tl.constexpr,
-    PARTS_2: tl.constexpr, GROUP_2: tl.constexpr, ULP_2: tl.constexpr, TINY_2: tl.constexpr, HAS_ORIGIN_2: tl.constexpr,
-    HAS_PLACES_2: tl.constexpr, FULL_2: tl.constexpr,
-):
-    """Append a token to two slots, keys and values: the first ``programs`` programs have the first."""
-    program = tl.program_id(0)
-    if program < programs:
-        _append_certified(
-            program, X, RING, CLOCK, CODES, SCALES, ZEROS, NOTES, ORIGINALS, PLACES, POS, ORIGIN, RECENT, x_b, x_h, x_d, pages, batch,
-            pos_b, D, PAGE, HEADS, KEYS, BITS, PARTS, GROUP, ULP, TINY, HAS_ORIGIN, HAS_PLACES, FULL,
-        )
-    else:
-        _append_certified(
-            program - programs, X_2, RING_2, CLOCK_2, CODES_2, SCALES_2, ZEROS_2, NOTES_2, ORIGINALS_2, PLACES_2, POS_2, ORIGIN_2,
-            RECENT_2, x_b_2, x_h_2, x_d_2, pages_2, batch_2, pos_b_2, D_2, PAGE_2, HEADS_2, KEYS_2, BITS_2, PARTS_2, GROUP_2, ULP_2,
-            TINY_2, HAS_ORIGIN_2, HAS_PLACES_2, FULL_2,
-        )
+APPEND_CERTIFIED = slot_kernels(_append_certified)
 
 
 def is_certified(spelled: str) -> bool:
@@ -236,18 +202,17 @@ def _operands(slot: WindowSlot, exact_newest: torch.Tensor) -> tuple[object, ...
     )
 
 
-def _constants(slot: WindowSlot, suffix: str = "") -> dict[str, Any]:
+def _constants(slot: WindowSlot) -> dict[str, Any]:
     """Return the constants of the kernels, by name."""
     scheme = schemes.parse(slot.scheme)
     assert isinstance(scheme, Certified)
     rule, dtype = scheme.value_scheme.minmax(slot.x.shape[3]), scheme.value_scheme.scale_dtype
     assert rule is not None
-    named = {
+    return {
         "D": slot.x.shape[3], "PAGE": slot.planes[0].shape[3], "HEADS": slot.x.shape[1], "KEYS": scheme.half is KeyOrValue.KEY,
         "BITS": rule.bits, "PARTS": rule.parts, "GROUP": rule.group, "ULP": SCALE_ULP[dtype], "TINY": TINY[dtype],
         "HAS_ORIGIN": slot.origin is not None, "HAS_PLACES": _encoded(slot.planes) > 5, "FULL": _encoded(slot.planes) == 2,
     }
-    return {name + suffix: value for name, value in named.items()}
 
 
 def append_certified(slots: Sequence[WindowSlot], launcher: Launcher | None = None) -> list[torch.Tensor]:
@@ -255,12 +220,9 @@ def append_certified(slots: Sequence[WindowSlot], launcher: Launcher | None = No
 
     ``launcher`` None launches at once.
     """
-    launcher = launcher or Direct(slots[0].x.device.type == "cuda")
     results = [slot.exact_newest() for slot in slots]
-    operands = [operand for slot, exact_newest in zip(slots, results, strict=True) for operand in _operands(slot, exact_newest)]
-    grid = (sum(slot.programs for slot in slots),)
-    if len(slots) == 1:
-        launcher.kernel(certified_one, grid, *operands, **_constants(slots[0]))
-    else:
-        launcher.kernel(certified_two, grid, slots[0].programs, *operands, **_constants(slots[0]), **_constants(slots[1], "_2"))
+    APPEND_CERTIFIED.start(
+        launcher or Direct(slots[0].x.device.type == "cuda"),
+        [SlotLaunch(slot.programs, _operands(slot, newest), _constants(slot)) for slot, newest in zip(slots, results, strict=True)],
+    )
     return results

@@ -21,6 +21,7 @@ import triton.language as tl
 
 from kvcompile import schemes
 from kvcompile.lowering.append.rounding import MAGIC, quotient, rounded_up
+from kvcompile.lowering.append.slot_kernels import SlotLaunch, slot_kernels
 from kvcompile.lowering.host.launches import Direct, Launcher
 from kvcompile.schemes.symmetric import SCALE_ULP, TINY
 from kvcompile.types import AbsMax
@@ -91,44 +92,7 @@ def _append_rows(
     tl.store(words[:, None, None] + channel[None, :, :], packed.to(CODES.dtype.element_ty), mask=mask)
 
 
-@triton.jit
-def append_rows_one(
-    X, CODES, SCALES, POS, x_b, x_h, x_s, x_d, count, pages, codes_n, scales_n, pos_b, pos_s, codes_b, codes_h, scales_b, scales_h,
-    HEADS: tl.constexpr, PAGE: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-    E4M3: tl.constexpr, QMAX: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr,
-    UNIT: tl.constexpr,
-):
-    """Append rows of one slot. Grid: (blocks of ROWS tokens times kv heads, heads fastest; batch rows)."""
-    _append_rows(
-        tl.program_id(0), tl.program_id(1).to(tl.int64), X, CODES, SCALES, POS, x_b, x_h, x_s, x_d, count, pages, codes_n, scales_n,
-        pos_b, pos_s, codes_b, codes_h, scales_b, scales_h, HEADS, PAGE, WIDTH, PARTS, BITS, GROUP, E4M3, QMAX, ULP, TINY, ROWS, UNITS,
-        UNIT,
-    )
-
-
-@triton.jit
-def append_rows_two(
-    programs, X, CODES, SCALES, POS, x_b, x_h, x_s, x_d, count, pages, codes_n, scales_n, pos_b, pos_s, codes_b, codes_h, scales_b,
-    scales_h, X_2, CODES_2, SCALES_2, POS_2, x_b_2, x_h_2, x_s_2, x_d_2, count_2, pages_2, codes_n_2, scales_n_2, pos_b_2, pos_s_2,
-    codes_b_2, codes_h_2, scales_b_2, scales_h_2, HEADS: tl.constexpr, PAGE: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
-    BITS: tl.constexpr, GROUP: tl.constexpr, E4M3: tl.constexpr, QMAX: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr,
-    ROWS: tl.constexpr, UNITS: tl.constexpr, UNIT: tl.constexpr, HEADS_2: tl.constexpr, PAGE_2: tl.constexpr, WIDTH_2: tl.constexpr,
-    PARTS_2: tl.constexpr, BITS_2: tl.constexpr, GROUP_2: tl.constexpr, E4M3_2: tl.constexpr, QMAX_2: tl.constexpr, ULP_2: tl.constexpr,
-    TINY_2: tl.constexpr, ROWS_2: tl.constexpr, UNITS_2: tl.constexpr, UNIT_2: tl.constexpr,
-):
-    """Append rows of two slots, keys and values: the first ``programs`` programs of a batch row do the first."""
-    program, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    if program < programs:
-        _append_rows(
-            program, b, X, CODES, SCALES, POS, x_b, x_h, x_s, x_d, count, pages, codes_n, scales_n, pos_b, pos_s, codes_b, codes_h,
-            scales_b, scales_h, HEADS, PAGE, WIDTH, PARTS, BITS, GROUP, E4M3, QMAX, ULP, TINY, ROWS, UNITS, UNIT,
-        )
-    else:
-        _append_rows(
-            program - programs, b, X_2, CODES_2, SCALES_2, POS_2, x_b_2, x_h_2, x_s_2, x_d_2, count_2, pages_2, codes_n_2, scales_n_2,
-            pos_b_2, pos_s_2, codes_b_2, codes_h_2, scales_b_2, scales_h_2, HEADS_2, PAGE_2, WIDTH_2, PARTS_2, BITS_2, GROUP_2, E4M3_2,
-            QMAX_2, ULP_2, TINY_2, ROWS_2, UNITS_2, UNIT_2,
-        )
+APPEND_ROWS = slot_kernels(_append_rows)
 
 
 def places(x: torch.Tensor, pos: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> tuple[object, ...]:
@@ -188,17 +152,16 @@ class Rows(NamedTuple):
         x, pos, (codes, scales) = self.x, self.pos, self.planes
         return (x, codes, scales, pos, *places(x, pos, codes, scales))
 
-    def constants(self, suffix: str = "") -> dict[str, Any]:
+    def constants(self) -> dict[str, Any]:
         """Return the kernels' constants, by name."""
         rule, dtype = self.rule, self.planes[1].dtype
         width = self.x.shape[3] // rule.parts
-        named = {
+        return {
             "HEADS": self.x.shape[1], "PAGE": self.planes[0].shape[3], "WIDTH": width, "PARTS": rule.parts, "BITS": rule.bits,
             "GROUP": rule.group, "E4M3": rule.e4m3 * (1 + converts(self.x.device)), "QMAX": rule.largest, "ULP": SCALE_ULP[dtype],
             "TINY": TINY[dtype], "ROWS": self.rows, "UNITS": triton.next_power_of_2(width // rule.group),
             "UNIT": triton.next_power_of_2(rule.group),
         }
-        return {name + suffix: value for name, value in named.items()}
 
 
 def fits(slot: Rows) -> bool:
@@ -216,14 +179,10 @@ def fits(slot: Rows) -> bool:
 
 def append_rows(slots: Sequence[Rows], launcher: Launcher | None = None) -> None:
     """Run ``append_body`` for one slot, or two of one batch, in one launch; slots must satisfy ``fits``. None launches at once."""
-    assert all(slot.x.shape[0] == slots[0].x.shape[0] for slot in slots)
-    launcher = launcher or Direct(slots[0].x.device.type == "cuda")
-    operands = [operand for slot in slots for operand in slot.operands()]
-    grid = (sum(slot.programs for slot in slots), slots[0].x.shape[0])
-    # One token has few channels for each thread of one warp; more warps would only wait for each other.
-    warps = 1 if slots[0].rows == 1 else None
-    if len(slots) == 1:
-        launcher.kernel(append_rows_one, grid, *operands, warps=warps, **slots[0].constants())
-    else:
-        constants = {**slots[0].constants(), **slots[1].constants("_2")}
-        launcher.kernel(append_rows_two, grid, slots[0].programs, *operands, warps=warps, **constants)
+    batch = slots[0].x.shape[0]
+    assert all(slot.x.shape[0] == batch for slot in slots)
+    # One token has a few channels for each thread of one warp; more warps would only wait for each other.
+    APPEND_ROWS.start(
+        launcher or Direct(slots[0].x.device.type == "cuda"),
+        [SlotLaunch(slot.programs, slot.operands(), slot.constants()) for slot in slots], batch, warps=1 if slots[0].rows == 1 else None,
+    )

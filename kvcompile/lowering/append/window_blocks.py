@@ -17,13 +17,14 @@ body encodes even if the call has no token in it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from kvcompile.lowering.append.rounding import quads_of_words
+from kvcompile.lowering.append.slot_kernels import SlotLaunch, slot_kernels
 from kvcompile.lowering.append.window_token import NORMED, WindowSlot, corrected, held_behind, known, minmax_codes, normed, origin_of
 from kvcompile.lowering.host.launches import Direct, Launcher
 
@@ -200,78 +201,7 @@ def _roll(
         tl.store(CLOCK + row * 2 + 1, remembered)
 
 
-@triton.jit
-def append_blocks_one(
-    X, RING, CLOCK, CODES, SCALES, ZEROS, OWN, POS, ORIGIN, RECENT, x_b, x_h, x_s, x_d, count, pages, codes_n, scales_n, pos_b, pos_s,
-    codes_b, codes_h, scales_b, scales_h, own_b, own_h, D: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr,
-    BITS: tl.constexpr, PARTS: tl.constexpr, SEGMENTS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, SUB: tl.constexpr,
-    HAS_ORIGIN: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr, ROWS: tl.constexpr,
-):
-    """Append blocks of one slot. Grid: (tiles of ROWS positions times kv heads, heads fastest; batch rows)."""
-    _append_blocks(
-        tl.program_id(0), tl.program_id(1).to(tl.int64), X, RING, CLOCK, CODES, SCALES, ZEROS, OWN, POS, ORIGIN, RECENT, x_b, x_h, x_s,
-        x_d, count, pages, codes_n, scales_n, pos_b, pos_s, codes_b, codes_h, scales_b, scales_h, own_b, own_h, D, W, PAGE, HEADS,
-        BITS, PARTS, SEGMENTS, GROUP, BLOCK, SUB, HAS_ORIGIN, ULP, TINY, ROWS,
-    )
-
-
-@triton.jit
-def append_blocks_two(
-    programs, X, RING, CLOCK, CODES, SCALES, ZEROS, OWN, POS, ORIGIN, RECENT, x_b, x_h, x_s, x_d, count, pages, codes_n, scales_n, pos_b,
-    pos_s, codes_b, codes_h, scales_b, scales_h, own_b, own_h, X_2, RING_2, CLOCK_2, CODES_2, SCALES_2, ZEROS_2, OWN_2, POS_2,
-    ORIGIN_2, RECENT_2, x_b_2, x_h_2, x_s_2, x_d_2, count_2, pages_2, codes_n_2, scales_n_2, pos_b_2, pos_s_2, codes_b_2, codes_h_2,
-    scales_b_2, scales_h_2, own_b_2, own_h_2, D: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr,
-    BITS: tl.constexpr, PARTS: tl.constexpr, SEGMENTS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, SUB: tl.constexpr,
-    HAS_ORIGIN: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr, ROWS: tl.constexpr, D_2: tl.constexpr,
-    W_2: tl.constexpr, PAGE_2: tl.constexpr, HEADS_2: tl.constexpr, BITS_2: tl.constexpr, PARTS_2: tl.constexpr,
-    SEGMENTS_2: tl.constexpr, GROUP_2: tl.constexpr, BLOCK_2: tl.constexpr, SUB_2: tl.constexpr, HAS_ORIGIN_2: tl.constexpr,
-    ULP_2: tl.constexpr, TINY_2: tl.constexpr, ROWS_2: tl.constexpr,
-):
-    """Append blocks of two slots, keys and values: the first ``programs`` programs of a batch row do the first."""
-    program, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    if program < programs:
-        _append_blocks(
-            program, b, X, RING, CLOCK, CODES, SCALES, ZEROS, OWN, POS, ORIGIN, RECENT, x_b, x_h, x_s, x_d, count, pages, codes_n,
-            scales_n, pos_b, pos_s, codes_b, codes_h, scales_b, scales_h, own_b, own_h, D, W, PAGE, HEADS, BITS, PARTS, SEGMENTS, GROUP,
-            BLOCK, SUB, HAS_ORIGIN, ULP, TINY, ROWS,
-        )
-    else:
-        _append_blocks(
-            program - programs, b, X_2, RING_2, CLOCK_2, CODES_2, SCALES_2, ZEROS_2, OWN_2, POS_2, ORIGIN_2, RECENT_2, x_b_2, x_h_2,
-            x_s_2, x_d_2, count_2, pages_2, codes_n_2, scales_n_2, pos_b_2, pos_s_2, codes_b_2, codes_h_2, scales_b_2, scales_h_2,
-            own_b_2, own_h_2, D_2, W_2, PAGE_2, HEADS_2, BITS_2, PARTS_2, SEGMENTS_2, GROUP_2, BLOCK_2, SUB_2, HAS_ORIGIN_2,
-            ULP_2, TINY_2, ROWS_2,
-        )
-
-
-@triton.jit
-def roll_one(
-    RING, CLOCK, POS, ORIGIN, RECENT, count, pages, pos_b, pos_s, D: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr,
-    HEADS: tl.constexpr, HAS_ORIGIN: tl.constexpr, COPY: tl.constexpr,
-):
-    """Update the window and clock of one slot. Grid: (tiles of COPY tokens times kv heads, heads fastest; batch rows)."""
-    _roll(
-        tl.program_id(0), tl.program_id(1).to(tl.int64), RING, CLOCK, POS, ORIGIN, RECENT, count, pages, pos_b, pos_s, D, W, PAGE, HEADS,
-        HAS_ORIGIN, COPY,
-    )
-
-
-@triton.jit
-def roll_two(
-    programs, RING, CLOCK, POS, ORIGIN, RECENT, count, pages, pos_b, pos_s, RING_2, CLOCK_2, POS_2, ORIGIN_2, RECENT_2, count_2, pages_2,
-    pos_b_2, pos_s_2, D: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, HAS_ORIGIN: tl.constexpr,
-    COPY: tl.constexpr, D_2: tl.constexpr, W_2: tl.constexpr, PAGE_2: tl.constexpr, HEADS_2: tl.constexpr, HAS_ORIGIN_2: tl.constexpr,
-    COPY_2: tl.constexpr,
-):
-    """Update the windows and clocks of two slots, keys and values: the first ``programs`` programs of a batch row do the first."""
-    program, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    if program < programs:
-        _roll(program, b, RING, CLOCK, POS, ORIGIN, RECENT, count, pages, pos_b, pos_s, D, W, PAGE, HEADS, HAS_ORIGIN, COPY)
-    else:
-        _roll(
-            program - programs, b, RING_2, CLOCK_2, POS_2, ORIGIN_2, RECENT_2, count_2, pages_2, pos_b_2, pos_s_2, D_2, W_2, PAGE_2,
-            HEADS_2, HAS_ORIGIN_2, COPY_2,
-        )
+APPEND_BLOCKS, ROLL = slot_kernels(_append_blocks), slot_kernels(_roll)
 
 
 class Blocks(NamedTuple):
@@ -298,16 +228,6 @@ class Blocks(NamedTuple):
         return min(self.slot.window.shape[3], self.rows)
 
     @property
-    def programs(self) -> int:
-        """Programs of the first launch for one batch row: as many tiles as the tokens may touch at any alignment, times heads."""
-        return ((self.slot.x.shape[2] + self.rows - 2) // self.rows + 1) * self.slot.x.shape[1]
-
-    @property
-    def rolls(self) -> int:
-        """Programs of the second launch for one batch row."""
-        return self.slot.window.shape[3] // self.copied * self.slot.x.shape[1]
-
-    @property
     def pos_b(self) -> int:
         """Stride between the positions of batch rows, 0 if they are shared."""
         return 0 if self.slot.pos.shape[0] == 1 else self.slot.pos.stride(0)
@@ -317,32 +237,28 @@ class Blocks(NamedTuple):
         """The rows' origins; without padding the positions, as an argument that no kernel reads."""
         return self.slot.pos if self.slot.origin is None else self.slot.origin
 
-    def operands(self) -> tuple[object, ...]:
-        """Return the arguments of the first launch's kernels, in order: whole planes, no views."""
+    @property
+    def encoding(self) -> SlotLaunch:
+        """The slot's share of the first launch: whole planes, as many tiles as tokens may touch, wherever in one they begin."""
         x, pos, (codes, scales, zeros), (own, *own_strides) = self.slot.x, self.slot.pos, self.slot.planes[:3], self.slot.own
-        return (
+        operands = (
             x, self.slot.window, self.slot.clock, codes, scales, zeros, own, pos, self.origin, self.exact_newest, x.stride(0), x.stride(1),
             x.stride(2), x.stride(3), x.shape[2], codes.shape[0], codes.stride(0), scales.stride(0), self.pos_b, pos.stride(1),
             codes.stride(1), codes.stride(2), scales.stride(1), scales.stride(2), *own_strides,
         )
+        programs = ((x.shape[2] + self.rows - 2) // self.rows + 1) * x.shape[1]
+        return SlotLaunch(programs, operands, {**self.slot.constants(), "ROWS": self.rows})
 
-    def constants(self, suffix: str = "") -> dict[str, Any]:
-        """Return the constants of the first launch's kernels, by name."""
-        named = {**self.slot.constants(), "ROWS": self.rows}
-        return {name + suffix: value for name, value in named.items()}
-
-    def roll_operands(self) -> tuple[object, ...]:
-        """Return the arguments of the second launch's kernels, in order."""
+    @property
+    def rolling(self) -> SlotLaunch:
+        """The slot's share of the second launch."""
         slot, pos = self.slot, self.slot.pos
-        return (
+        operands = (
             slot.window, slot.clock, pos, self.origin, self.exact_newest, slot.x.shape[2], slot.planes[0].shape[0], self.pos_b,
             pos.stride(1),
         )
-
-    def roll_constants(self, suffix: str = "") -> dict[str, Any]:
-        """Return the constants of the second launch's kernels, by name."""
-        named = {**{name: self.slot.constants()[name] for name in ("D", "W", "PAGE", "HEADS", "HAS_ORIGIN")}, "COPY": self.copied}
-        return {name + suffix: value for name, value in named.items()}
+        constants = {name: slot.constants()[name] for name in ("D", "W", "PAGE", "HEADS", "HAS_ORIGIN")} | {"COPY": self.copied}
+        return SlotLaunch(slot.window.shape[3] // self.copied * slot.x.shape[1], operands, constants)
 
 
 def rows_of(slot: WindowSlot) -> int:
@@ -368,16 +284,7 @@ def append_window_blocks(slots: Sequence[WindowSlot], launcher: Launcher | None 
     launcher, batch = launcher or Direct(slots[0].x.device.type == "cuda"), slots[0].x.shape[0]
     assert all(slot.x.shape[0] == batch for slot in slots)
     work = [Blocks(slot, slot.exact_newest()) for slot in slots]
-    operands = [operand for blocks in work for operand in blocks.operands()]
-    rolled = [operand for blocks in work for operand in blocks.roll_operands()]
-    grids = (sum(blocks.programs for blocks in work), batch), (sum(blocks.rolls for blocks in work), batch)
-    one, *others = work
     warps = max(blocks.warps for blocks in work)
-    if not others:
-        launcher.kernel(append_blocks_one, grids[0], *operands, warps=warps, **one.constants())
-        launcher.kernel(roll_one, grids[1], *rolled, **one.roll_constants())
-    else:
-        two = others[0]
-        launcher.kernel(append_blocks_two, grids[0], one.programs, *operands, warps=warps, **one.constants(), **two.constants("_2"))
-        launcher.kernel(roll_two, grids[1], one.rolls, *rolled, **one.roll_constants(), **two.roll_constants("_2"))
+    APPEND_BLOCKS.start(launcher, [blocks.encoding for blocks in work], batch, warps=warps)
+    ROLL.start(launcher, [blocks.rolling for blocks in work], batch)
     return [blocks.exact_newest for blocks in work]

@@ -24,6 +24,7 @@ import triton.language as tl
 
 from kvcompile import schemes
 from kvcompile.lowering.append.rounding import MAGIC, greater, lesser, quotient, rounded_down, rounded_up
+from kvcompile.lowering.append.slot_kernels import SlotLaunch, slot_kernels
 from kvcompile.lowering.host.launches import Direct, Launcher
 from kvcompile.lowering.ops import append_window
 from kvcompile.lowering.ops.append_window import _encoded, one_token
@@ -218,46 +219,7 @@ def _append_token(
         )
 
 
-@triton.jit
-def append_one(
-    X, RING, CLOCK, CODES, SCALES, ZEROS, OWN, POS, ORIGIN, RECENT, x_b, x_h, x_d, pages, codes_n, scales_n, pos_b, codes_b,
-    codes_h, scales_b, scales_h, own_b, own_h, D: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr,
-    BITS: tl.constexpr, PARTS: tl.constexpr, SEGMENTS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, SUB: tl.constexpr,
-    HAS_ORIGIN: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr,
-):
-    """Append one token to one slot; a program has one kv head of one batch row."""
-    _append_token(
-        tl.program_id(0), X, RING, CLOCK, CODES, SCALES, ZEROS, OWN, POS, ORIGIN, RECENT, x_b, x_h, x_d, pages, codes_n, scales_n,
-        pos_b, codes_b, codes_h, scales_b, scales_h, own_b, own_h, D, W, PAGE, HEADS, BITS, PARTS, SEGMENTS, GROUP, BLOCK, SUB,
-        HAS_ORIGIN, ULP, TINY,
-    )
-
-
-@triton.jit
-def append_two(
-    programs, X, RING, CLOCK, CODES, SCALES, ZEROS, OWN, POS, ORIGIN, RECENT, x_b, x_h, x_d, pages, codes_n, scales_n, pos_b, codes_b,
-    codes_h, scales_b, scales_h, own_b, own_h, X_2, RING_2, CLOCK_2, CODES_2, SCALES_2, ZEROS_2, OWN_2, POS_2, ORIGIN_2, RECENT_2,
-    x_b_2, x_h_2, x_d_2, pages_2, codes_n_2, scales_n_2, pos_b_2, codes_b_2, codes_h_2, scales_b_2, scales_h_2, own_b_2, own_h_2,
-    D: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, BITS: tl.constexpr, PARTS: tl.constexpr,
-    SEGMENTS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, SUB: tl.constexpr, HAS_ORIGIN: tl.constexpr, ULP: tl.constexpr,
-    TINY: tl.constexpr, D_2: tl.constexpr, W_2: tl.constexpr, PAGE_2: tl.constexpr, HEADS_2: tl.constexpr, BITS_2: tl.constexpr,
-    PARTS_2: tl.constexpr, SEGMENTS_2: tl.constexpr, GROUP_2: tl.constexpr, BLOCK_2: tl.constexpr, SUB_2: tl.constexpr,
-    HAS_ORIGIN_2: tl.constexpr, ULP_2: tl.constexpr, TINY_2: tl.constexpr,
-):
-    """Append one token to two slots, keys and values: the first ``programs`` programs do the first."""
-    program = tl.program_id(0)
-    if program < programs:
-        _append_token(
-            program, X, RING, CLOCK, CODES, SCALES, ZEROS, OWN, POS, ORIGIN, RECENT, x_b, x_h, x_d, pages, codes_n, scales_n, pos_b,
-            codes_b, codes_h, scales_b, scales_h, own_b, own_h, D, W, PAGE, HEADS, BITS, PARTS, SEGMENTS, GROUP, BLOCK, SUB,
-            HAS_ORIGIN, ULP, TINY,
-        )
-    else:
-        _append_token(
-            program - programs, X_2, RING_2, CLOCK_2, CODES_2, SCALES_2, ZEROS_2, OWN_2, POS_2, ORIGIN_2, RECENT_2, x_b_2, x_h_2, x_d_2,
-            pages_2, codes_n_2, scales_n_2, pos_b_2, codes_b_2, codes_h_2, scales_b_2, scales_h_2, own_b_2, own_h_2, D_2, W_2, PAGE_2,
-            HEADS_2, BITS_2, PARTS_2, SEGMENTS_2, GROUP_2, BLOCK_2, SUB_2, HAS_ORIGIN_2, ULP_2, TINY_2,
-        )
+APPEND_TOKEN = slot_kernels(_append_token)
 
 
 class WindowSlot(NamedTuple):
@@ -333,18 +295,17 @@ class WindowSlot(NamedTuple):
             codes.stride(1), codes.stride(2), scales.stride(1), scales.stride(2), *own_strides,
         )
 
-    def constants(self, suffix: str = "") -> dict[str, Any]:
+    def constants(self) -> dict[str, Any]:
         """Return the kernels' constants, by name."""
         rule = schemes.parse(self.scheme).minmax(self.x.shape[3])
         assert rule is not None
         dtype = self.planes[1].dtype
-        named = {
+        return {
             "D": self.x.shape[3], "W": self.window.shape[3], "PAGE": self.planes[0].shape[3], "HEADS": self.x.shape[1], "BITS": rule.bits,
             "PARTS": rule.parts, "SEGMENTS": rule.segments, "GROUP": rule.group, "BLOCK": rule.block,
             "SUB": NORMED.value if rule.norms else rule.subblock, "HAS_ORIGIN": self.origin is not None, "ULP": SCALE_ULP[dtype],
             "TINY": TINY[dtype],
         }
-        return {name + suffix: value for name, value in named.items()}
 
 
 def known(slot: WindowSlot) -> bool:
@@ -374,12 +335,9 @@ def append_window_slots(slots: Sequence[WindowSlot], launcher: Launcher | None =
 
     Slots must satisfy ``fits``. ``launcher`` None launches at once. The origins used are ``WindowSlot.used``, to be read before.
     """
-    launcher = launcher or Direct(slots[0].x.device.type == "cuda")
     results = [slot.exact_newest() for slot in slots]
-    operands = [operand for slot, exact_newest in zip(slots, results, strict=True) for operand in slot.operands(exact_newest)]
-    grid = (sum(slot.programs for slot in slots),)
-    if len(slots) == 1:
-        launcher.kernel(append_one, grid, *operands, **slots[0].constants())
-    else:
-        launcher.kernel(append_two, grid, slots[0].programs, *operands, **slots[0].constants(), **slots[1].constants("_2"))
+    APPEND_TOKEN.start(
+        launcher or Direct(slots[0].x.device.type == "cuda"),
+        [SlotLaunch(slot.programs, slot.operands(newest), slot.constants()) for slot, newest in zip(slots, results, strict=True)],
+    )
     return results
