@@ -10,7 +10,6 @@ compares them. Positions outside of the planes make the last row NaN in both. Ke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,9 +18,7 @@ import triton.language as tl
 
 from kvcompile import schemes
 from kvcompile.lowering.append.rounding import in_scales, stored_range
-from kvcompile.lowering.append.rows import launch, places, tokens_of
-from kvcompile.lowering.attention_plugins import AppendKernel
-from kvcompile.lowering.host.launches import Launcher
+from kvcompile.lowering.append.rows import by_constant, places, plain, row_places, tokens_of
 from kvcompile.schemes.symmetric import SCALE_ULP, TINY
 from kvcompile.types import Bins
 
@@ -44,11 +41,7 @@ def append_thresholds(
     s = (program // HEADS) * ROWS + tl.arange(0, ROWS)
     there = s < count
     given = tl.load(POS + b * pos_b + s.to(tl.int64) * pos_s, mask=there, other=0)
-    room = pages * PAGE
-    inside = (given >= 0) & (given < room)
-    at = tl.where(inside, given, room - 1).to(tl.int32)
-    page, row = (at // PAGE).to(tl.int64), (at % PAGE).to(tl.int64)
-
+    inside, page, row = row_places(given, pages, PAGE)
     GROUPS: tl.constexpr = D // GROUP
     stored: tl.constexpr = SCALES.dtype.element_ty
     group, i = tl.arange(0, GROUPS), tl.arange(0, GROUP)
@@ -121,20 +114,8 @@ def fits(slot: ThresholdRows) -> bool:
     rule = schemes.parse(slot.scheme).bins(D)
     if rule is None or D % rule.parts or D % rule.group or not slot.table.is_contiguous():
         return False
-    in_order = all(plane.stride(4) == 1 and plane.stride(3) == plane.shape[4] for plane in slot.planes)
     alike = slot.planes[1].stride() == slot.planes[2].stride() and slot.planes[0].shape[3] == slot.planes[1].shape[3]
-    return in_order and alike and slot.x.dtype in {torch.float16, torch.bfloat16, torch.float32}
+    return alike and plain(slot.x, slot.planes)
 
 
-def append_threshold_rows(slot: ThresholdRows, launcher: Launcher | None = None) -> None:
-    """Write what ``append_body`` writes for one slot that ``fits`` accepts, in one launch; ``launcher`` None launches at once."""
-    launch(append_thresholds, slot, launcher)
-
-
-def _run(slots: Sequence[tuple[Any, ...]], launcher: Launcher) -> list[torch.Tensor]:
-    for slot in slots:
-        append_threshold_rows(ThresholdRows(*slot), launcher)
-    return []
-
-
-APPEND = AppendKernel(lambda slot: fits(ThresholdRows(*slot)), _run)
+APPEND = by_constant(ThresholdRows, fits, append_thresholds)

@@ -10,7 +10,6 @@ codes equal those of ``append_body`` bit for bit; a test compares them. Position
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,9 +18,7 @@ import triton.language as tl
 
 from kvcompile import schemes
 from kvcompile.lowering.append.rounding import MAGIC, quotient
-from kvcompile.lowering.append.rows import _e4m3, converts, launch, tokens_of
-from kvcompile.lowering.attention_plugins import AppendKernel
-from kvcompile.lowering.host.launches import Launcher
+from kvcompile.lowering.append.rows import _e4m3, by_constant, converts, plain, row_places, tokens_of
 from kvcompile.types import Static
 
 TILE = 4096
@@ -42,11 +39,7 @@ def append_static(
     s = (program // HEADS) * ROWS + tl.arange(0, ROWS)
     there = s < count
     given = tl.load(POS + b * pos_b + s.to(tl.int64) * pos_s, mask=there, other=0)
-    room = pages * PAGE
-    inside = (given >= 0) & (given < room)
-    at = tl.where(inside, given, room - 1).to(tl.int32)
-    page, row = (at // PAGE).to(tl.int64), (at % PAGE).to(tl.int64)
-
+    inside, page, row = row_places(given, pages, PAGE)
     channel = tl.arange(0, COLUMNS)
     mask = there[:, None] & (channel < D)[None, :]
     source = X + b * x_b + h * x_h + (s.to(tl.int64) * x_s)[:, None] + (channel * x_d)[None, :]
@@ -115,19 +108,8 @@ def fits(slot: StaticRows) -> bool:
     if not isinstance(D, int) or D > TILE or len(slot.planes) != 1 or schemes.parse(slot.scheme).static(D) is None:
         return False
     codes = slot.planes[0]
-    in_order = codes.stride(4) == 1 and codes.stride(3) == D and codes.dtype.itemsize == 1
-    return in_order and slot.scales.dtype == torch.float32 and slot.x.dtype in {torch.float16, torch.bfloat16, torch.float32}
+    bytewise = codes.shape[4] == D and codes.dtype.itemsize == 1
+    return bytewise and plain(slot.x, slot.planes) and slot.scales.dtype == torch.float32
 
 
-def append_static_rows(slot: StaticRows, launcher: Launcher | None = None) -> None:
-    """Write what ``append_body`` writes for one slot that ``fits`` accepts, in one launch; ``launcher`` None launches at once."""
-    launch(append_static, slot, launcher)
-
-
-def _run(slots: Sequence[tuple[Any, ...]], launcher: Launcher) -> list[torch.Tensor]:
-    for slot in slots:
-        append_static_rows(StaticRows(*slot), launcher)
-    return []
-
-
-APPEND = AppendKernel(lambda slot: fits(StaticRows(*slot)), _run)
+APPEND = by_constant(StaticRows, fits, append_static)

@@ -12,7 +12,7 @@ Positions outside of the planes poison the last row, as in ``ops.operations.appe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ import triton.language as tl
 from kvcompile import schemes
 from kvcompile.lowering.append.rounding import MAGIC, quotient, rounded_up
 from kvcompile.lowering.append.slot_kernels import SlotLaunch, slot_kernels
+from kvcompile.lowering.attention_plugins import AppendKernel
 from kvcompile.lowering.host.launches import Direct, Launcher
 from kvcompile.schemes.symmetric import SCALE_ULP, TINY
 from kvcompile.types import AbsMax
@@ -42,6 +43,18 @@ def _e4m3(x):
 
 
 @triton.jit
+def row_places(given, pages, PAGE: tl.constexpr):
+    """Which positions have a place, and pages and rows of all: the last row for what has none, which a kernel then poisons.
+
+    Of loaded positions: torch takes a pointer that a function is given for written, where what it returns becomes part of an address.
+    """
+    room = pages * PAGE
+    inside = (given >= 0) & (given < room)
+    at = tl.where(inside, given, room - 1).to(tl.int32)
+    return inside, (at // PAGE).to(tl.int64), (at % PAGE).to(tl.int64)
+
+
+@triton.jit
 def _append_rows(
     program, b, X, CODES, SCALES, POS, x_b, x_h, x_s, x_d, count, pages, codes_n, scales_n, pos_b, pos_s, codes_b, codes_h, scales_b,
     scales_h, HEADS: tl.constexpr, PAGE: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, BITS: tl.constexpr,
@@ -53,10 +66,7 @@ def _append_rows(
     s = (program // HEADS) * ROWS + tl.arange(0, ROWS)
     there = s < count
     given = tl.load(POS + b * pos_b + s.to(tl.int64) * pos_s, mask=there, other=0)
-    room = pages * PAGE
-    inside = (given >= 0) & (given < room)
-    at = tl.where(inside, given, room - 1).to(tl.int32)
-    page, row = (at // PAGE).to(tl.int64), (at % PAGE).to(tl.int64)
+    inside, page, row = row_places(given, pages, PAGE)
     words = CODES + page * codes_n + b * codes_b + h * codes_h + row * WIDTH
     scales = SCALES + page * scales_n + b * scales_b + h * scales_h + row * (PARTS * (WIDTH // GROUP))
 
@@ -113,6 +123,23 @@ def launch(kernel: Any, slot: Any, launcher: Launcher | None) -> None:
     launcher = launcher or Direct(slot.x.device.type == "cuda")
     grid = ((slot.x.shape[2] + slot.rows - 1) // slot.rows * slot.x.shape[1], slot.x.shape[0])
     launcher.kernel(kernel, grid, *slot.operands(), warps=1 if slot.rows == 1 else None, **slot.constants())
+
+
+def by_constant(slot: Callable[..., Any], fits: Callable[[Any], bool], kernel: Any) -> AppendKernel:
+    """A scheme's ``append_kernel``: a kernel that encodes by a constant plane, a launch a slot; ``slot``: its operands' record."""
+
+    def run(calls: Sequence[tuple[Any, ...]], launcher: Launcher) -> list[torch.Tensor]:
+        for call in calls:
+            launch(kernel, slot(*call), launcher)
+        return []
+
+    return AppendKernel(lambda call: fits(slot(*call)), run)
+
+
+def plain(x: torch.Tensor, planes: Sequence[torch.Tensor]) -> bool:
+    """Whether tokens have a dtype that kernels load, and rows of planes lie in order."""
+    in_order = all(plane.stride(4) == 1 and plane.stride(3) == plane.shape[4] for plane in planes)
+    return in_order and x.dtype in {torch.float16, torch.bfloat16, torch.float32}
 
 
 def converts(device: torch.device) -> bool:
@@ -172,9 +199,7 @@ def fits(slot: Rows) -> bool:
     rule = schemes.parse(slot.scheme).absmax(D)
     if rule is None or D % rule.parts or (D // rule.parts) % rule.group or D > TILE:
         return False
-    in_order = all(plane.stride(4) == 1 and plane.stride(3) == plane.shape[4] for plane in slot.planes)
-    known = slot.x.dtype in {torch.float16, torch.bfloat16, torch.float32}
-    return in_order and known and len(slot.planes) == 2 and slot.planes[0].shape[3] == slot.planes[1].shape[3]
+    return plain(slot.x, slot.planes) and len(slot.planes) == 2 and slot.planes[0].shape[3] == slot.planes[1].shape[3]
 
 
 def append_rows(slots: Sequence[Rows], launcher: Launcher | None = None) -> None:

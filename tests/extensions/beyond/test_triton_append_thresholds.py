@@ -35,6 +35,7 @@ def stores(text: str, dim: int, dtype: torch.dtype) -> list[torch.Tensor]:
 def compare() -> None:
     """Every plane, bit for bit, of uniform and of random thresholds, for one position of all rows and each row's own."""
     from kvcompile.extensions.beyond import threshold_rows as kernels
+    from kvcompile.lowering.append.rows import launch
 
     fuse()
     for seed, (text, dim, dtype) in enumerate(CASES):
@@ -49,7 +50,7 @@ def compare() -> None:
             append_body(x, wanted, pos, scheme.spec(), None, [table])
             rows = kernels.ThresholdRows(x, found, pos, table, scheme.spec())
             assert kernels.fits(rows), text
-            kernels.append_threshold_rows(rows)
+            launch(kernels.append_thresholds, rows, None)
             assert_same(found, wanted, (text, dim, dtype, batch))
 
 

@@ -36,6 +36,7 @@ def scales(seed: int) -> torch.Tensor:
 def compare() -> None:
     """Every code, bit for bit, for one position of all rows and each row's own."""
     from kvcompile.extensions.static_scales import static_rows as kernels
+    from kvcompile.lowering.append.rows import launch
 
     fuse()
     for seed, (text, dim, dtype) in enumerate(CASES):
@@ -47,7 +48,7 @@ def compare() -> None:
             append_body(x, wanted, pos, scheme.spec(), None, [given])
             rows = kernels.StaticRows(x, found, pos, given, scheme.spec())
             assert kernels.fits(rows), text
-            kernels.append_static_rows(rows)
+            launch(kernels.append_static, rows, None)
             assert_same(found, wanted, (text, dim, dtype, batch))
 
 
