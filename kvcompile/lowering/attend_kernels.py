@@ -20,7 +20,9 @@ from kvcompile.lowering.gluon.eligibility import SingleTokenFacts, single_token_
 from kvcompile.lowering.gluon.plan import TWICE_HEADS, NoFragments, key_plan, measured, value_plan
 from kvcompile.lowering.ops import operations as ops
 from kvcompile.lowering.ops.operands import AttendOperands
+from kvcompile.lowering.ops.sizes import Sizes
 from kvcompile.lowering.prefill.decode_chunk import TOKENS
+from kvcompile.lowering.prefill.site import many_rows
 from kvcompile.lowering.prefill.table_slot import chunk_slot
 from kvcompile.lowering.prefill.tiles import FEWEST_ROWS
 from kvcompile.types import BESIDE, PAGE, QUERY_GROUP, QUERY_ROWS, Role, SlotSpec
@@ -196,6 +198,23 @@ def kernels_for(facts: AttendFacts) -> Iterator[tuple[AttendKernel, str | None]]
 def choose(facts: AttendFacts) -> tuple[AttendKernel, str | None]:
     """Return the first kernel that supports the attention, and the reason why an earlier one does not, or None."""
     return next(kernels_for(facts))
+
+
+def facts_for(given: AttendOperands[Any], sizes: Sizes, device: str) -> AttendFacts:
+    """The facts of an ``attend`` whose operands have sizes: boxes of Inductor's, or fake tensors."""
+    (_, heads, queries, dim), (pages, _, kv, page_rows, _) = sizes.shape(given.q), sizes.shape(given.keys[0])
+    kv, cuda = sizes.static(kv), device == "cuda"
+    slots = tuple(
+        (text, SlotSpec(kv, sizes.static(width), sizes.dtype(given.values[0]), role))
+        for text, role, width in ((given.key_scheme, Role.KEY, dim), (given.value_scheme, Role.VALUE, given.value_dim))
+    )
+    return AttendFacts(
+        device, slots, sizes.dtype(given.q), 1 if sizes.equals(pages, 1) else sizes.static(page_rows),
+        rows=many_rows(given, sizes) if cuda else None, exact_newest=bool(given.exact_newest), rope=bool(given.rope),
+        extra_key_planes=bool(given.extra_key_planes), bias=given.bias is not None,
+        one=single_token_facts(sizes.static(heads) // kv, given.softcap) if cuda and sizes.equals(queries, 1) else None,
+        exact_first=bool(given.exact_first), log_sums=given.log_sums,
+    )
 
 
 def facts_of(node: fx.Node, device: str, slots: Mapping[str, SlotSpec]) -> AttendFacts:

@@ -10,47 +10,18 @@ import importlib
 from typing import Any
 
 from kvcompile.lowering.append import operations as append_ops
-from kvcompile.lowering.attend_kernels import AttendFacts, kernels_for
+from kvcompile.lowering.attend_kernels import facts_for, kernels_for
 from kvcompile.lowering.attention_plugins import AttentionPlugin, plugins
-from kvcompile.lowering.gluon.eligibility import single_token_facts
-from kvcompile.lowering.host.buffers import equals, static
+from kvcompile.lowering.host import buffers
 from kvcompile.lowering.host.inductor_api import register_lowering
 from kvcompile.lowering.ops import operations as ops
 from kvcompile.lowering.ops.operands import AttendOperands
-from kvcompile.types import Role, SlotSpec
-
-
-def _facts(operands: AttendOperands[Any]) -> AttendFacts:
-    """Return the facts of an ``attend`` that Inductor lowers, from its boxes."""
-    q, keys, values = operands.q, operands.keys, operands.values
-    heads = static(values[0].get_size()[2])
-    slots = tuple(
-        (text, SlotSpec(heads, static(dim), values[0].get_dtype(), role))
-        for text, role, dim in (
-            (operands.key_scheme, Role.KEY, q.get_size()[-1]), (operands.value_scheme, Role.VALUE, operands.value_dim),
-        )
-    )
-    pages, page_rows = keys[0].get_size()[0], keys[0].get_size()[3]
-    device = q.get_device().type
-    alone = device == "cuda" and equals(q.get_size()[2], 1)
-    return AttendFacts(
-        device, slots, q.get_dtype(), 1 if equals(pages, 1) else static(page_rows), _many_rows(operands) if device == "cuda" else None,
-        bool(operands.exact_newest), bool(operands.rope), bool(operands.extra_key_planes), operands.bias is not None,
-        single_token_facts(static(q.get_size()[1]) // heads, operands.softcap) if alone else None, bool(operands.exact_first),
-        operands.log_sums,
-    )
-
-
-def _many_rows(operands: AttendOperands[Any]) -> int | None:
-    from kvcompile.lowering.prefill.lower import many_rows
-
-    return many_rows(operands)
 
 
 def _lower_attend(*args: Any, **kwargs: Any) -> Any:
     operands: AttendOperands[Any] = AttendOperands(*args, **kwargs)
-    # A kernel's lowering may still refuse strides that it does not support.
-    made = (kernel.lower(operands) for kernel, _ in kernels_for(_facts(operands)))
+    # The first kernel may still find strides that it does not know.
+    made = (kernel.lower(operands) for kernel, _ in kernels_for(facts_for(operands, buffers, operands.q.get_device().type)))
     return next(box for box in made if box is not None)
 
 

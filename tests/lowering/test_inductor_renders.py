@@ -1,4 +1,4 @@
-"""Inductor writes the decode template's kernel for CUDA on a machine without a device, from operands that are fakes.
+"""Inductor writes the templates' kernels for CUDA on a machine without a device, from operands that are fakes, and ``dump`` the same.
 
 The offline renderer has stand-ins for Inductor's hooks; here the hooks are Inductor's own.
 """
@@ -17,6 +17,7 @@ import pytest
 import torch
 from kernel_writes import stand_in_for_a_device
 from test_triton_attend import Case, early_cases, normed_cases, operands
+from torch import fx
 from torch._inductor import select_algorithm
 from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime.hints import DeviceProperties
@@ -27,13 +28,16 @@ from torch.utils import _pytree as pytree
 
 from kvcompile.lowering import inductor
 from kvcompile.lowering.ops.operands import AttendOperands
-from kvcompile.lowering.ops.operations import attend_body
+from kvcompile.lowering.ops.operations import attend, attend_body
+from kvcompile.lowering.site_kernel import site_kernel
 
 HALF: dict[str, Any] = {"dtype": torch.bfloat16, "D": 128, "Dv": 128, "K": 2}
 CASES = [
     Case("int4", "int4", T=200, **HALF), Case("kivi", "kivi", T=200, exact_newest=40, **HALF), Case("beyond", "beyond", T=200, **HALF),
     dataclasses.replace(normed_cases()[0], **HALF), dataclasses.replace(early_cases()[1], **HALF),
-    Case("kivi", "kivi", T=200, B=2, exact_newest=40, keep=True, **HALF),
+    Case("kivi", "kivi", T=200, B=2, exact_newest=40, keep=True, **HALF), Case("int8", "int8", T=200, S=70, exact_newest=40, **HALF),
+    # Beside first tokens nothing is looked up.
+    Case("nf4", "nf4", T=200, exact_first=4, **HALF),
 ]
 
 
@@ -55,19 +59,21 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTensorMode]:
         yield mode
 
 
-def rendered(case: Case, log_sums: bool = False) -> int:
-    """How many kernels Inductor makes of the template for an attention."""
+def rendered(case: Case, log_sums: bool = False) -> dict[str, Any]:
+    """The constants of the kernel that Inductor makes of a template for an attention, which are those of the kernel that ``dump`` shows."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         return _rendered(case, log_sums, monkeypatch)
 
 
-def _rendered(case: Case, log_sums: bool, monkeypatch: pytest.MonkeyPatch) -> int:
-    made: list[Any] = []
+def _rendered(case: Case, log_sums: bool, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    made: list[dict[str, Any]] = []
     generate = select_algorithm.TritonTemplate.generate
 
     def watched(self: Any, *args: Any, **more: Any) -> Any:
-        made.append(generate(self, *args, **more))
-        return made[-1]
+        found = generate(self, *args, **more)
+        assert found is not None
+        made.append(more)
+        return found
 
     monkeypatch.setattr(select_algorithm.TritonTemplate, "generate", watched)
     leaves, spec = pytree.tree_flatten(AttendOperands(**operands(case), log_sums=log_sums).arguments())
@@ -85,7 +91,21 @@ def _rendered(case: Case, log_sums: bool, monkeypatch: pytest.MonkeyPatch) -> in
         graph.run(*given)
     asked, (result,) = AttendOperands(**operands(case), log_sums=log_sums), graph.graph_outputs
     assert [int(size) for size in result.get_size()] == list(attend_body(asked).shape)
-    return sum(kernel is not None for kernel in made)
+    (constants,) = made
+    shown = site_kernel(node_of(leaves, spec, given), "sm_90", int).config
+    expected = {"num_warps": shown.tile.num_warps, "num_stages": shown.tile.num_stages, **shown.options()}
+    assert {name: constants[name] for name in expected} == expected
+    return expected
+
+
+def node_of(leaves: list[Any], spec: Any, fakes: list[torch.Tensor]) -> fx.Node:
+    """An ``attend`` node of a graph whose operands are ``fakes`` in place of the tensors among ``leaves``."""
+    graph, each = fx.Graph(), iter(fakes)
+    operands = [graph.placeholder(f"operand_{at}") if isinstance(leaf, torch.Tensor) else leaf for at, leaf in enumerate(leaves)]
+    for operand in operands:
+        if isinstance(operand, fx.Node):
+            operand.meta["val"] = next(each)
+    return graph.call_function(attend, tuple(pytree.tree_unflatten(operands, spec)))
 
 
 @pytest.fixture(scope="module")
@@ -97,13 +117,13 @@ def process() -> Iterator[ProcessPoolExecutor]:
 
 @pytest.mark.skipif(torch.version.cuda is not None and not torch.cuda.is_available(), reason="a torch with CUDA needs its driver for fakes")
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_inductor_renders_the_decode_template(case: Case, process: ProcessPoolExecutor) -> None:
+def test_inductor_renders_what_dump_shows(case: Case, process: ProcessPoolExecutor) -> None:
     """Inductor knows no operand before ``def_kernel``: the template once asked for the stride of norms there, and failed on CUDA only."""
-    assert process.submit(rendered, case).result() >= 1
+    assert process.submit(rendered, case).result()
 
 
 @pytest.mark.skipif(torch.version.cuda is not None and not torch.cuda.is_available(), reason="a torch with CUDA needs its driver for fakes")
 def test_log_sums_are_merged_from_splits(process: ProcessPoolExecutor) -> None:
     """Of so many rows that a kernel would write the result itself, and have no place for log-sums."""
     many = Case("dense", "dense", B=1024, T=3, D=32, Dv=32, K=4, dtype=torch.bfloat16)
-    assert process.submit(rendered, many, True).result() >= 1
+    assert process.submit(rendered, many, True).result()["DIRECT"] == 0

@@ -9,24 +9,23 @@ autotuned. With a single split and values in one block, the template writes the 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import sympy
 import torch
 
-from kvcompile import schemes
-from kvcompile.lowering.decode.config import AttendConfig, Bias, ExtraOperands, Masks, plane_names, plans
+from kvcompile.lowering.decode import site
+from kvcompile.lowering.decode.config import plans
 from kvcompile.lowering.decode.template import GLOBALS, LOG2E, SOURCE
-from kvcompile.lowering.decode.tiles import choose_tiles, folds, ragged_splits, splits_for, writes_directly
-from kvcompile.lowering.host.buffers import equals, examples, hint, multiple, pairs_of_rows, realize, static, varies
+from kvcompile.lowering.decode.tiles import folds
+from kvcompile.lowering.host import buffers
+from kvcompile.lowering.host.buffers import examples, hint, realize, static
 from kvcompile.lowering.host.inductor_api import SymbolicGridFn, TritonTemplate, autotuned, ir, lowerings
 from kvcompile.lowering.host.inductor_entry import config as inductor_config
 from kvcompile.lowering.host.kept_tokens import kept_tokens
-from kvcompile.lowering.host.triton_api import lays_out_as_known
 from kvcompile.lowering.ops.kept_tokens import RUN
 from kvcompile.lowering.ops.operands import AttendOperands
-from kvcompile.types import Role, SlotSpec
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -43,81 +42,47 @@ attend_template.template.globals |= {**GLOBALS, "plans": plans}
 
 def lower_decode(operands: AttendOperands[Any]) -> Any:
     """Return the result of ``attend`` as a TensorBox."""
-    q, keys = operands.q, operands.keys
-    page_rows = static(keys[0].get_size()[3])
-    paged = not equals(keys[0].get_size()[0], 1)
-    H, K, D, Dv = (static(x) for x in (q.get_size()[1], keys[0].get_size()[2], q.get_size()[3], operands.value_dim))
-    nodes, config = _nodes_and_config(operands, H, K, D, Dv, page_rows if paged else 1, paged)
-    B, _, S, _ = nodes["Q"].get_size()
-    rows_hint = hint(S) * (H // K)
-    device = q.get_device()
-    properties: Any = torch.cuda.get_device_properties(device)
-    configs = choose_tiles(
-        config, rows_hint, page_rows if paged else None, bool(inductor_config.max_autotune), properties.shared_memory_per_block_optin
-    )
-    tokens_hint = hint(keys[0].get_size()[0]) * page_rows
-    splits = splits_for(configs[0], rows_hint, hint(B) * K, properties.multi_processor_count, tokens_hint)
-    splits, shares = ragged_splits(configs[0], splits, hint(B))
-    direct = writes_directly(configs[0], splits) and not operands.log_sums
-    size = [B, H, S, Dv] if direct else [splits, B, H, S, Dv + 2]
-    layout = ir.FixedLayout(
-        device, q.get_dtype() if direct else torch.float32, size, list(ir.FlexibleLayout.contiguous_strides(size))
-    )
+    nodes = {name: realize(node) for name, node in site.nodes_of(operands, buffers).items()}
+    device, properties = machine_of(operands.q)
+    configs = site.cut(site.config_of(operands, nodes, buffers), operands, properties, buffers, bool(inductor_config.max_autotune))
+    config, tokens = configs[0], hint(operands.keys[0].get_size()[0]) * static(operands.keys[0].get_size()[3])
     if any("KEPT" in tiled.operands for tiled in configs):
         nodes["KEPT"] = realize(kept_tokens(nodes["KEEP"], RUN))
+    # Every position in use, so that choices differ by the work they do.
+    in_use = {"HI": tokens - 1, "LO": 0, "KEEP": 1, "KEPT": RUN, "BASE": tokens - 1, "EARLY_AT": 0}
+    partial = tuned(attend_template, configs, nodes, layout_of(device, operands, config.direct, config.splits), in_use)
+    if config.direct:
+        return partial
+    return merge(partial, nodes.get("SINKS"), config.value_dim, None if operands.log_sums else operands.q.get_dtype())
+
+
+def machine_of(q: Any) -> tuple[torch.device, site.Machine]:
+    """The device of the queries, and what it has."""
+    device = q.get_device()
+    properties: Any = torch.cuda.get_device_properties(device)
+    return device, site.Machine(properties.multi_processor_count, properties.shared_memory_per_block_optin)
+
+
+def layout_of(device: torch.device, operands: AttendOperands[Any], direct: bool, splits: int) -> Any:
+    """The layout of a template's output: the result, or partial sums with their maxima and totals."""
+    B, H, S, _ = operands.q.get_size()
+    H, Dv = static(H), static(operands.value_dim)
+    size = [B, H, S, Dv] if direct else [splits, B, H, S, Dv + 2]
+    dtype = operands.q.get_dtype() if direct else torch.float32
+    return ir.FixedLayout(device, dtype, size, list(ir.FlexibleLayout.contiguous_strides(size)))
+
+
+def tuned(template: Any, configs: Sequence[Any], nodes: dict[str, Any], layout: Any, in_use: dict[str, int]) -> Any:
+    """The output of the fastest of the kernels; ``in_use``: what operands are filled with while they are timed."""
     choices: list[Any] = []
-    for tiled in configs:
-        config = tiled.with_splits(splits, direct, shares)
+    B, _, S, _ = nodes["Q"].get_size()
+    for config in configs:
         inputs = [nodes[name] for name in config.operands]
-        attend_template.maybe_append_choice(
-            choices, input_nodes=inputs, layout=layout, call_sizes=[B, sympy.Integer(K), S * (H // K)],
+        template.maybe_append_choice(
+            choices, input_nodes=inputs, layout=layout, call_sizes=[B, sympy.Integer(config.kv_heads), S * config.group],
             num_warps=config.tile.num_warps, num_stages=config.tile.num_stages, **config.options(),
         )
-    # Time with every position in use, so that choices differ by their work.
-    in_use = {"HI": tokens_hint - 1, "LO": 0, "KEEP": 1, "KEPT": RUN, "BASE": tokens_hint - 1, "EARLY_AT": 0}
-    partial = autotuned("kvcompile_attend", choices, inputs, layout, examples(config.operands, in_use))
-    return partial if direct else merge(partial, nodes.get("SINKS"), Dv, None if operands.log_sums else q.get_dtype())
-
-
-def _nodes_and_config(
-    operands: AttendOperands[Any], H: int, K: int, D: int, Dv: int, page_rows: int, paged: bool
-) -> tuple[dict[str, Any], AttendConfig]:
-    """Return every operand that the template may read, realized, by name, and the kernel before tiles and splits are chosen."""
-    q, keys, values, exact_newest, rope = operands.q, operands.keys, operands.values, operands.exact_newest, operands.rope
-    nodes = {
-        "Q": q, "HI": operands.hi, "LO": operands.lo, "KEEP": operands.keep, "BIAS": operands.bias, "SINKS": operands.sinks,
-        "BASE": operands.base, "EARLY_AT": operands.exact_first_at,
-    }
-    exact_first = operands.exact_first or ()
-    nodes |= dict(zip(("EARLY_K", "EARLY_V"), exact_first, strict=False))
-    nodes |= dict(zip(("RECENT_K", "RECENT_V"), exact_newest or (), strict=False)) | dict(zip(("COS", "SIN"), rope or (), strict=False))
-    formats = []
-    for letter, planes, spelled, role, dim in (
-        ("K", keys, operands.key_scheme, Role.KEY, D), ("V", values, operands.value_scheme, Role.VALUE, Dv),
-    ):
-        fmt = schemes.parse(spelled).format(SlotSpec(K, dim, planes[0].get_dtype(), role))
-        formats.append(fmt)
-        nodes |= plane_names(letter, planes, fmt)
-    nodes = {name: realize(node) for name, node in nodes.items() if node is not None}
-    packs = [_scale_pack(nodes, letter) for letter in "KV"]
-    beside = ExtraOperands(
-        bool(exact_newest), exact_newest is not None and not equals(nodes["BASE"].get_size()[0], 1),
-        static(nodes["COS"].get_size()[2]) if rope else 0, bool(operands.interleaved),
-        rope is not None and not equals(nodes["COS"].get_size()[0], 1),
-        static(nodes["EARLY_K"].get_size()[3]) if exact_first else 0, "EARLY_AT" in nodes,
-    )
-    config = AttendConfig(
-        operands.key_scheme, operands.value_scheme, D, Dv, K, H // K, q.get_dtype(), keys[0].get_dtype(), values[0].get_dtype(),
-        float(operands.scale), float(operands.softcap), equals(nodes["Q"].get_size()[2], 1), _masks(operands), beside, page_rows, paged,
-        wide_keys=multiple(nodes["K_WORDS"], 2), wide_values=multiple(nodes["V_WORDS"], 2),
-        key_scale_pack=packs[0], value_scale_pack=packs[1],
-        key_generic=not formats[0].symmetric and not (_looks_up(nodes, "K") if formats[0].levels else _paired(nodes)),
-        value_generic=not formats[1].symmetric and not (_looks_up(nodes, "V") if formats[1].levels else _half(nodes, "V")),
-        packed=torch.version.hip is None,  # Packed unpacking is PTX.
-        norm_pairs=_in_pairs(nodes, "K_NORMS"), key_scale_pairs=_in_pairs(nodes, "K_SCALES"),
-        value_scale_pairs=_in_pairs(nodes, "V_SCALES"),
-    )
-    return nodes, config
+    return autotuned(template.name, choices, inputs, layout, examples(config.operands, in_use))
 
 
 def merge(partial: Any, sinks: Any, value_dim: int, dtype: torch.dtype | None, more: tuple[Any, Any, Any] | None = None) -> Any:
@@ -177,48 +142,3 @@ class _Lowered:
 
     def __call__(self, op: Any, *args: Any) -> Any:
         return lowerings[op](*args)
-
-
-def _in_pairs(nodes: dict[str, Any], name: str) -> bool:
-    """Return whether an operand is given and its numbers of two neighbouring tokens may be loaded as one word."""
-    return name in nodes and pairs_of_rows(nodes[name])
-
-
-def _half(nodes: dict[str, Any], letter: str) -> list[Any]:
-    """Return a slot's scales and zero points if all are float16, as packed decoding needs them; otherwise an empty list."""
-    found = [nodes[name] for name in (f"{letter}_SCALES", f"{letter}_ZEROS") if name in nodes]
-    return found if all(node.get_dtype() == torch.float16 for node in found) else []
-
-
-def _looks_up(nodes: dict[str, Any], letter: str) -> bool:
-    """Return whether assembly may look up a slot's levels. Not with first tokens: that was never run, so elements are decoded."""
-    return bool(_half(nodes, letter)) and "EARLY_K" not in nodes and lays_out_as_known()
-
-
-def _paired(nodes: dict[str, Any]) -> bool:
-    """Return whether neighbouring key scales can be loaded as one word, as folding them into the queries needs."""
-    found = _half(nodes, "K")
-    return bool(found) and all(multiple(node, 2) for node in found)
-
-
-def _scale_pack(nodes: dict[str, Any], letter: str) -> int:
-    """Return how many scales of a token are loaded as one word: all if they fill 32 or 64 bits, otherwise 1."""
-    found = _half(nodes, letter)
-    if not found:
-        return 1
-    scales = found[0].get_size()[-1]
-    fits = equals(scales, 2) or equals(scales, 4)
-    return int(scales) if fits and all(multiple(node, int(scales)) for node in found) else 1
-
-
-def _masks(operands: AttendOperands[Any]) -> Masks:
-    hi, lo, keep, bias = operands.hi, operands.lo, operands.keep, operands.bias
-    kind = Bias.NONE if bias is None else Bias.BOOLEAN if bias.get_dtype() == torch.bool else Bias.ADDED
-    if operands.fill is not None:
-        kind = Bias.REPLACING if kind is Bias.BOOLEAN else Bias.ADDED_OR_REPLACING
-    return Masks(
-        lo is not None, keep is not None, kind, operands.sinks is not None, varies(hi, 0), varies(lo, 0), varies(keep, 0),
-        varies(bias, 0), varies(bias, 1), varies(bias, 2), float(operands.fill or 0.0),
-    )
-
-

@@ -17,6 +17,16 @@ def realize(node: Any) -> Any:
     return node
 
 
+def shape(node: Any) -> Sequence[Any]:
+    """Sizes, each a number or a symbol."""
+    return node.get_size()  # type: ignore[no-any-return]
+
+
+def dtype(node: Any) -> torch.dtype:
+    """Return the dtype of an operand."""
+    return node.get_dtype()  # type: ignore[no-any-return]
+
+
 def is_box(item: Any) -> bool:
     """Return whether an operand of a lowering is a value of Inductor's graph."""
     return isinstance(item, ir.IRNode)

@@ -21,14 +21,16 @@ from typing import Any
 
 import torch
 
-from kvcompile.lowering.decode.config import Bias, Masks, Tile
+from kvcompile.lowering.decode.config import Tile
 from kvcompile.lowering.decode.offline import ARCHITECTURES, KERNEL, Operand, load_module
 from kvcompile.lowering.host.triton_api import POINTERS, compile_for
 from kvcompile.lowering.ops.operands import AttendOperands, attend_operands, named
 from kvcompile.lowering.ops.operations import LIBRARY
+from kvcompile.lowering.ops.sizes import TensorSizes
 from kvcompile.lowering.prefill import decode_chunk as decode_source
 from kvcompile.lowering.prefill.config import PrefillConfig
 from kvcompile.lowering.prefill.offline import render
+from kvcompile.lowering.prefill.site import config_of
 
 LIBRARY.define(
     "attend_chunks(Tensor q, Tensor[] keys, Tensor[] values, Tensor hi, Tensor? lo, Tensor? keep, str key_scheme, str value_scheme,"
@@ -129,14 +131,7 @@ def launches(
     value_dim = operands.value_dim
     B, H, S, D = q.shape
     K = keys[0].shape[2]
-    masks = Masks(lo is not None, keep is not None, Bias.NONE, False, *(x is not None and x.shape[0] != 1 for x in (hi, lo, keep)))
-    config = PrefillConfig(
-        operands.key_scheme, operands.value_scheme, D, value_dim, K, H // K, q.dtype, keys[0].dtype, values[0].dtype, operands.scale,
-        operands.softcap, masks, keys[0].shape[3], exact_newest=bool(operands.exact_newest),
-        base_per_batch=base is not None and base.shape[0] != 1,
-        packed=torch.version.hip is None if packed is None else packed,
-    )
-    config = cut_as(config, cut)
+    config = cut_as(config_of(operands, TensorSizes(), packed=packed), cut)
     chunk, splits = config.chunk, config.splits
     q, exact_newest = _inner_dense(q), [_inner_dense(x) for x in operands.exact_newest or ()]
     out = q.new_empty((splits, B, H, S, value_dim + 2), dtype=torch.float32)

@@ -17,16 +17,16 @@ import torch
 
 from kvcompile.lowering.codegen.padding import skip_padding
 from kvcompile.lowering.codegen.template_sizes import GLOBALS
-from kvcompile.lowering.decode.config import Bias, Masks
-from kvcompile.lowering.decode.lower import attend_grid, merge
-from kvcompile.lowering.host.buffers import equals, examples, hint, multiple, realize, static, varies
-from kvcompile.lowering.host.inductor_api import TritonTemplate, autotuned, fallback_handler, ir, lowerings
+from kvcompile.lowering.decode.lower import attend_grid, layout_of, machine_of, merge, tuned
+from kvcompile.lowering.host import buffers
+from kvcompile.lowering.host.buffers import equals, hint, realize, static
+from kvcompile.lowering.host.inductor_api import TritonTemplate, fallback_handler, lowerings
 from kvcompile.lowering.host.inductor_entry import config as inductor_config
 from kvcompile.lowering.ops.operands import AttendOperands
-from kvcompile.lowering.prefill import chunked, first_tokens
+from kvcompile.lowering.prefill import chunked, first_tokens, site
 from kvcompile.lowering.prefill.config import SMALLEST, PrefillConfig, slots
 from kvcompile.lowering.prefill.template import SOURCE
-from kvcompile.lowering.prefill.tiles import FEWEST_ROWS, choose_cut, choose_tiles, splits_for
+from kvcompile.lowering.prefill.tiles import choose_cut, choose_tiles, splits_for
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -36,16 +36,9 @@ prefill_template = TritonTemplate(name="kvcompile_prefill", grid=attend_grid, so
 prefill_template.template.globals |= GLOBALS | {"slots": slots, "skip_padding": skip_padding}
 
 
-def many_rows(operands: AttendOperands[Any]) -> int | None:
-    """Return the query rows of a kv head if they are enough for this template, otherwise None."""
-    _, H, S, _ = operands.q.get_size()
-    rows = hint(S) * hint(H) // hint(operands.keys[0].get_size()[2])
-    return None if rows < FEWEST_ROWS or equals(S, 1) else rows
-
-
 def lower_prefill(operands: AttendOperands[Any]) -> Any | None:
     """Return the result of ``attend`` of many rows as a TensorBox, None if the template does not support its strides or schemes."""
-    if not operands.exact_first or many_rows(operands) is None:
+    if not operands.exact_first or site.many_rows(operands, buffers) is None:
         return _lower(operands)
     return _lower(*lower_first(operands))
 
@@ -71,84 +64,45 @@ def _do(op: Any, *args: Any, **options: Any) -> Any:
 
 def _lower(operands: AttendOperands[Any], more: tuple[Any, Any, Any] | None = None) -> Any | None:
     """Return the result of an ``attend`` without first tokens, or merged with partial sums ``more`` over them; None if not supported."""
-    q, keys, values, hi, lo, keep, sinks, exact_newest, base = (
-        operands.q, operands.keys, operands.values, operands.hi, operands.lo, operands.keep, operands.sinks, operands.exact_newest,
-        operands.base,
-    )
-    rows = many_rows(operands)
+    q, keys, rows = operands.q, operands.keys, site.many_rows(operands, buffers)
     if operands.rope or operands.bias is not None or rows is None:
         return None
-    B, H, S, D = q.get_size()
-    H, K, D, Dv = (static(x) for x in (H, keys[0].get_size()[2], D, operands.value_dim))
-    page_rows = static(keys[0].get_size()[3]) if not equals(keys[0].get_size()[0], 1) else 1
-    paged = page_rows > 1
-    config = PrefillConfig(
-        operands.key_scheme, operands.value_scheme, D, Dv, K, H // K, q.get_dtype(), keys[0].get_dtype(), values[0].get_dtype(),
-        float(operands.scale), float(operands.softcap),
-        Masks(lo is not None, keep is not None, Bias.NONE, sinks is not None, varies(hi), varies(lo), varies(keep)), page_rows, paged,
-        exact_newest=bool(exact_newest), base_per_batch=varies(base), packed=torch.version.hip is None,
-    )
-    if not (config.fits or config.chunks) or (paged and page_rows & (page_rows - 1)):
+    pages, page_rows = keys[0].get_size()[0], keys[0].get_size()[3]
+    config = site.config_of(operands, buffers, paged=not equals(pages, 1) and static(page_rows) > 1)
+    if not (config.fits or config.chunks) or config.page_rows & (config.page_rows - 1):
         return None
-    nodes = {"SINKS": realize(sinks)} if sinks is not None else {}
+    nodes = {} if operands.sinks is None else {"SINKS": realize(operands.sinks)}
     if config.fits:
-        nodes = _operands(config, operands)
-        if not _loadable(config, nodes):
+        nodes = {name: realize(node) for name, node in site.nodes_of(config, operands).items()}
+        if not site.loadable(config, nodes, buffers):
             return None
-    device, dtype = q.get_device(), None if operands.log_sums else q.get_dtype()
-    properties: Any = torch.cuda.get_device_properties(device)
-    capacity = keys[0].get_size()[0] * page_rows
+    (device, machine), dtype = machine_of(q), None if operands.log_sums else q.get_dtype()
+    batch, capacity = hint(q.get_size()[0]), pages * config.page_rows
     cut = choose_cut(
-        config, rows, hint(B), properties.multi_processor_count, properties.shared_memory_per_block_optin,
+        config, rows, batch, machine.multiprocessors, machine.shared_memory,
         int(capacity) if isinstance(capacity, (int, sympy.Integer)) else None,
     )
     if cut is not None:
         partial = fallback_handler(chunked.operation)(
-            q, list(keys), list(values), hi, lo, keep, operands.key_scheme, operands.value_scheme, float(operands.scale),
-            float(operands.softcap), Dv, exact_newest, base, list(cut),
+            q, list(keys), list(operands.values), operands.hi, operands.lo, operands.keep, operands.key_scheme, operands.value_scheme,
+            float(operands.scale), float(operands.softcap), config.value_dim, operands.exact_newest, operands.base, list(cut),
         )
-        return merge(partial, nodes.get("SINKS"), Dv, dtype, more)
+        return merge(partial, nodes.get("SINKS"), config.value_dim, dtype, more)
     if not config.fits:
         return None
     nodes |= _queries(config, q)
-    configs = choose_tiles(config, rows, properties.shared_memory_per_block_optin, bool(inductor_config.max_autotune))
+    configs = choose_tiles(config, rows, machine.shared_memory, bool(inductor_config.max_autotune))
     if not configs:
         return None
-    tokens = hint(keys[0].get_size()[0]) * hint(keys[0].get_size()[3])
-    # Log-sums and ``more`` need the merge, so the template must not write the result itself.
+    tokens = hint(pages) * hint(page_rows)
+    # What is merged has its statistics: it is never written by the template alone.
     least = 1 if more is None and dtype is not None else 2
-    splits = max(splits_for(configs[0], rows, hint(B) * K, properties.multi_processor_count, tokens), least)
-    size = [B, H, S, Dv] if splits == 1 else [splits, B, H, S, Dv + 2]
-    layout = ir.FixedLayout(device, q.get_dtype() if splits == 1 else torch.float32, size, list(ir.FlexibleLayout.contiguous_strides(size)))
-    choices: list[Any] = []
-    for tiled in configs:
-        made = tiled.with_splits(splits)
-        inputs = [nodes[name] for name in made.operands]
-        prefill_template.maybe_append_choice(
-            choices, input_nodes=inputs, layout=layout, call_sizes=[B, sympy.Integer(K), S * (H // K)],
-            num_warps=made.tile.num_warps, num_stages=made.tile.num_stages, **made.options(),
-        )
-    # Time with every position in use, so that choices differ by their work.
+    splits = max(splits_for(configs[0], rows, batch * config.kv_heads, machine.multiprocessors, tokens), least)
+    # Every position in use, so that choices differ by the work they do.
     in_use = {"HI": tokens - 1, "LO": 0, "KEEP": 1, "BASE": tokens}
-    partial = autotuned("kvcompile_prefill", choices, inputs, layout, examples(made.operands, in_use))
-    return partial if splits == 1 else merge(partial, nodes.get("SINKS"), Dv, dtype, more)
-
-
-def _operands(config: PrefillConfig, operands: AttendOperands[Any]) -> dict[str, Any]:
-    """Return every operand but the queries that the template may read, as buffers with fixed strides, by name."""
-    key, value = config.slots
-    nodes = {
-        "K_WORDS": operands.keys[0], "V_WORDS": operands.values[0], "HI": operands.hi, "LO": operands.lo, "KEEP": operands.keep,
-        "SINKS": operands.sinks, "BASE": operands.base,
-    }
-    for letter, slot, planes in (("K", key, operands.keys), ("V", value, operands.values)):
-        if slot.scaled:
-            nodes[f"{letter}_SCALES"] = planes[1]
-        if slot.zeros:
-            nodes[f"{letter}_ZEROS"] = planes[2]
-    if operands.exact_newest:
-        nodes["RECENT_K"], nodes["RECENT_V"] = operands.exact_newest
-    return {name: realize(node) for name, node in nodes.items() if node is not None}
+    layout = layout_of(device, operands, splits == 1, splits)
+    partial = tuned(prefill_template, [tiled.with_splits(splits) for tiled in configs], nodes, layout, in_use)
+    return partial if splits == 1 else merge(partial, nodes.get("SINKS"), config.value_dim, dtype, more)
 
 
 def _queries(config: PrefillConfig, q: Any) -> dict[str, Any]:
@@ -167,16 +121,3 @@ def _normalized(q: Any) -> tuple[Any, Any]:
     exponent = _do(aten.add, _do(aten.floor, _do(aten.log2, top)), 1.0)
     small = _do(prims.convert_element_type, _do(aten.mul, wide, _do(aten.exp2, _do(aten.neg, exponent))), torch.float16)
     return small, _do(aten.squeeze, _do(aten.exp2, exponent), -1)
-
-
-def _loadable(config: PrefillConfig, nodes: dict[str, Any]) -> bool:
-    """Return whether pairs of word bytes can be loaded as one, and rows of scales are contiguous."""
-    for letter, slot in zip("KV", config.slots, strict=True):
-        if slot.scaled and not multiple(nodes[f"{letter}_WORDS"], 2):
-            return False
-        for name in (f"{letter}_SCALES", f"{letter}_ZEROS"):
-            if name in nodes and not equals(nodes[name].get_stride()[-1], 1):
-                return False
-    return True
-
-

@@ -1,0 +1,74 @@
+"""Sizes and strides of operands, asked in one way of Inductor's buffers (the module ``host.buffers``) and of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+
+class Sizes(Protocol):
+    """Answers about operands; only ``static`` may guard what is a symbol."""
+
+    def shape(self, node: Any) -> Sequence[Any]:
+        """Sizes, each a number or a symbol."""
+
+    def dtype(self, node: Any) -> torch.dtype:
+        """Return the dtype of an operand."""
+
+    def static(self, size: Any) -> int:
+        """A size that a kernel is made for."""
+
+    def hint(self, size: Any) -> int:
+        """A plausible value, by which work is cut."""
+
+    def equals(self, size: Any, value: int) -> bool:
+        """Whether a size is known to be ``value``."""
+
+    def multiple(self, node: Any, count: int) -> bool:
+        """Whether ``count`` neighbors may be loaded as one word."""
+
+    def pairs_of_rows(self, node: Any) -> bool:
+        """Whether two neighboring rows, of one float16 each, may be loaded as one word."""
+
+    def varies(self, node: Any, axis: int = 0) -> bool:
+        """Whether an operand is there and not broadcast along an axis."""
+
+
+@dataclass(frozen=True)
+class TensorSizes:
+    """``Sizes`` of tensors, fake ones too; ``number`` makes a plain number of a symbol."""
+
+    number: Callable[[Any], int] = int
+
+    def shape(self, node: torch.Tensor) -> Sequence[Any]:
+        return node.shape
+
+    def dtype(self, node: torch.Tensor) -> torch.dtype:
+        return node.dtype
+
+    def static(self, size: Any) -> int:
+        return self.number(size)
+
+    def hint(self, size: Any) -> int:
+        return self.number(size)
+
+    def equals(self, size: Any, value: int) -> bool:
+        return isinstance(size, int) and size == value
+
+    def multiple(self, node: torch.Tensor, count: int) -> bool:
+        *outer, inner = node.stride()
+        return self.equals(inner, 1) and self._divisible((node.shape[-1], node.storage_offset(), *outer), count)
+
+    def pairs_of_rows(self, node: torch.Tensor) -> bool:
+        *outer, row, _ = node.stride()
+        alone = node.dtype == torch.float16 and self.equals(node.shape[-1], 1) and self.equals(row, 1)
+        return alone and self._divisible((node.shape[-2], node.storage_offset(), *outer), 2)
+
+    def varies(self, node: torch.Tensor | None, axis: int = 0) -> bool:
+        return node is not None and not self.equals(node.shape[axis], 1)
+
+    def _divisible(self, found: Sequence[Any], count: int) -> bool:
+        return all(self.number(each) % count == 0 for each in found)
