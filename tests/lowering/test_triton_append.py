@@ -56,7 +56,7 @@ SPELLED = (
 def token_kernel_knows(scheme: Scheme) -> bool:
     """Whether the kernel encodes single tokens for a scheme, as its class says."""
     rules = [scheme.for_role(role).minmax(DIM) for role in Role]
-    # What corrects other channels by calibrated planes sums in another order than the body; GPU tests have that.
+    # With sub-blocks the kernel writes no codes of a block that is not whole, which nobody reads: test_triton_moves compares whole ones.
     return scheme.window > 0 and scheme.window & (scheme.window - 1) == 0 and all(rule is not None and not rule.subblock for rule in rules)
 
 
