@@ -33,7 +33,7 @@ QUANTILES = (0.5, 0.95)
 
 @dataclass(frozen=True)
 class Telemetry:
-    """Telemetry of certified attention, over some layers, rows, heads and steps.
+    """Telemetry of attention with a certificate, over some layers, rows, heads and steps.
 
     ``values``: the accumulators by name (``schemes.certificate.telemetry.COLUMNS``). ``histograms``: head-steps by magnitude, by name.
     """

@@ -1,4 +1,4 @@
-"""Telemetry of certified attention: each step's figures and counters are added to a plane that the host reads on request.
+"""Telemetry of attention with a certificate: each step's figures and counters are added to a plane that the host reads on request.
 
 ``schemes.certificate.telemetry`` describes the plane's columns. Its step number also seeds exploration's random draws.
 """
