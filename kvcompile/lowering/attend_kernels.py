@@ -201,7 +201,7 @@ def choose(facts: AttendFacts) -> tuple[AttendKernel, str | None]:
 
 
 def facts_for(given: AttendOperands[Any], sizes: Sizes, device: str) -> AttendFacts:
-    """The facts of an ``attend`` whose operands have sizes: boxes of Inductor's, or fake tensors."""
+    """Return the facts of an ``attend`` whose operands have sizes: Inductor's boxes, or fake tensors."""
     (_, heads, queries, dim), (pages, _, kv, page_rows, _) = sizes.shape(given.q), sizes.shape(given.keys[0])
     kv, cuda = sizes.static(kv), device == "cuda"
     slots = tuple(

@@ -20,7 +20,7 @@ from kvcompile.lowering.ops.operands import AttendOperands
 
 def _lower_attend(*args: Any, **kwargs: Any) -> Any:
     operands: AttendOperands[Any] = AttendOperands(*args, **kwargs)
-    # The first kernel may still find strides that it does not know.
+    # A kernel's lowering may still refuse strides that it does not support.
     made = (kernel.lower(operands) for kernel, _ in kernels_for(facts_for(operands, buffers, operands.q.get_device().type)))
     return next(box for box in made if box is not None)
 

@@ -1,7 +1,7 @@
 """The attend kernel that a site of a rewritten graph gets on a GPU, chosen on a machine without one.
 
-The choices are those of Inductor's lowerings (``attend_kernels``, ``decode.site``, ``prefill.site``), asked of the fake values of an
-``attend`` node in place of Inductor's buffers, and of a named architecture in place of a device.
+Makes the choices of Inductor's lowerings (``attend_kernels``, ``decode.site``, ``prefill.site``) from the fake values of an ``attend``
+node instead of Inductor's buffers, and for a named architecture instead of a device.
 """
 
 from __future__ import annotations
@@ -111,13 +111,13 @@ def site_kernel(node: fx.Node, arch: str, hint: Callable[[Any], int]) -> SiteKer
 
 
 def _many_rows(given: AttendOperands[torch.Tensor], sizes: TensorSizes, machine: Machine) -> PrefillSite | ChunkedSite | None:
-    """The kernel of the template for many rows, None where it does not know the operands' strides or scheme."""
+    """Return the kernel of the template for many rows, None if it does not support the operands' strides or schemes."""
     (batch, _, queries, _), (pages, _, _, page_rows, _) = given.q.shape, given.keys[0].shape
     batch, queries, rows = sizes.hint(batch), sizes.hint(queries), many_rows(given, sizes)
     assert rows is not None
     config = prefill_site.config_of(given, sizes, paged=not sizes.equals(pages, 1))
     if given.exact_first:
-        # First tokens are summed apart there, and a mask hides their codes.
+        # The prefill template sums first tokens separately, and masks their codes.
         masks = dataclasses.replace(config.masks, keep=True, keep_per_batch=config.masks.keep_per_batch or given.exact_first_at is not None)
         config = dataclasses.replace(config, masks=masks)
     if config.fits and not loadable(config, prefill_site.nodes_of(config, given), sizes):

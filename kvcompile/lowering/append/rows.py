@@ -44,9 +44,9 @@ def _e4m3(x):
 
 @triton.jit
 def row_places(given, pages, PAGE: tl.constexpr):
-    """Which positions have a place, and pages and rows of all: the last row for what has none, which a kernel then poisons.
+    """Return which positions are within the planes, and the pages and rows to write; other positions go to the last row, to poison it.
 
-    Of loaded positions: torch takes a pointer that a function is given for written, where what it returns becomes part of an address.
+    Takes loaded positions: torch counts a pointer argument as written if the helper's result is used in an address.
     """
     room = pages * PAGE
     inside = (given >= 0) & (given < room)
@@ -126,7 +126,7 @@ def launch(kernel: Any, slot: Any, launcher: Launcher | None) -> None:
 
 
 def by_constant(slot: Callable[..., Any], fits: Callable[[Any], bool], kernel: Any) -> AppendKernel:
-    """A scheme's ``append_kernel``: a kernel that encodes by a constant plane, a launch a slot; ``slot``: its operands' record."""
+    """Return the ``append_kernel`` of a scheme that encodes by a constant plane, one launch a slot; ``slot``: makes a record of operands."""
 
     def run(calls: Sequence[tuple[Any, ...]], launcher: Launcher) -> list[torch.Tensor]:
         for call in calls:
@@ -137,7 +137,7 @@ def by_constant(slot: Callable[..., Any], fits: Callable[[Any], bool], kernel: A
 
 
 def plain(x: torch.Tensor, planes: Sequence[torch.Tensor]) -> bool:
-    """Whether tokens have a dtype that kernels load, and rows of planes lie in order."""
+    """Return whether tokens have a dtype that kernels load, and the planes' rows are contiguous."""
     in_order = all(plane.stride(4) == 1 and plane.stride(3) == plane.shape[4] for plane in planes)
     return in_order and x.dtype in {torch.float16, torch.bfloat16, torch.float32}
 
@@ -206,7 +206,7 @@ def append_rows(slots: Sequence[Rows], launcher: Launcher | None = None) -> None
     """Run ``append_body`` for one slot, or two of one batch, in one launch; slots must satisfy ``fits``. None launches at once."""
     batch = slots[0].x.shape[0]
     assert all(slot.x.shape[0] == batch for slot in slots)
-    # One token has a few channels for each thread of one warp; more warps would only wait for each other.
+    # One token has few channels for each thread of one warp; more warps would only wait for each other.
     APPEND_ROWS.start(
         launcher or Direct(slots[0].x.device.type == "cuda"),
         [SlotLaunch(slot.programs, slot.operands(), slot.constants()) for slot in slots], batch, warps=1 if slots[0].rows == 1 else None,

@@ -1,8 +1,8 @@
-"""Kernels over one slot or two, keys and values, made of the program of one slot, whose parameters so stand in one place.
+"""Kernels over one slot or two, keys and values, generated from the program of one slot, so that its parameters are written once.
 
-Inductor passes operands to a kernel one by one and knows no tuple of them, so a kernel over two slots has every parameter twice. Its
-text is made of the program's signature: the first ``programs`` programs of a batch row call the program with the first slot's operands,
-the others with the second's.
+Inductor passes operands to a kernel one by one and does not support tuples, so a kernel over two slots has every parameter twice. Its
+source is generated from the program's signature: the first ``programs`` programs of a batch row call the program with the first slot's
+operands, the others with the second's.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import triton.language as tl
 from kvcompile.lowering.host.launches import Launcher
 
 BATCH = "b"
-"""A program's parameter for its batch row, where the grid has a second axis for it; the one for its own number is the first."""
+"""Name of a program's parameter for the batch row, if the grid has an axis for it; the first parameter is the program's number."""
 
 
 @dataclass(frozen=True)
 class SlotLaunch:
-    """One slot's share of a launch: its programs (of a batch row), operands in the kernel's order, constants by name."""
+    """One slot's share of a launch: its number of programs (per batch row), operands in the kernel's order, constants by name."""
 
     programs: int
     operands: Sequence[object]
@@ -33,13 +33,13 @@ class SlotLaunch:
 
 @dataclass(frozen=True)
 class SlotKernels:
-    """The kernels over one slot and over two."""
+    """The kernels over one slot (``one``) and over two (``two``)."""
 
     one: Any
     two: Any
 
     def start(self, launcher: Launcher, slots: Sequence[SlotLaunch], *batch: int, warps: int | None = None) -> None:
-        """Launch the kernel over one slot or two; ``batch``: the batch rows, where the grid has an axis for them."""
+        """Launch the kernel over one slot or two; ``batch``: number of batch rows, if the grid has an axis for them."""
         grid = (sum(slot.programs for slot in slots), *batch)
         operands = [operand for slot in slots for operand in slot.operands]
         first, *others = slots
@@ -51,7 +51,7 @@ class SlotKernels:
 
 
 def slot_kernels(program: Any) -> SlotKernels:
-    """Make the kernels ``X_one`` and ``X_two`` of a Triton function ``_X`` of a program's number, a slot's operands and constants."""
+    """Make the kernels ``X_one`` and ``X_two`` from a Triton function ``_X`` of a program's number, a slot's operands and constants."""
     function = program.fn
     own, *parameters = inspect.signature(function).parameters.values()
     rows = [each.name for each in parameters if each.name == BATCH]
@@ -74,7 +74,7 @@ def slot_kernels(program: Any) -> SlotKernels:
         head(f"{name}_two", ["programs", *twice(operands)], twice(constants)), *begin, f"    if {number} < programs:",
         f"        {call(number)}", "    else:", f"        {call(f'{number} - programs', '_2')}", "",
     ]
-    # Triton reads a function's text where Python's tracebacks do.
+    # Triton reads a function's source through linecache, as tracebacks do.
     file, scope = f"<{name} in {function.__module__}>", {"tl": tl, function.__name__: program, "__name__": function.__module__}
     linecache.cache[file] = (len(text), None, [f"{line}\n" for line in text], file)
     exec(compile("\n".join(text), file, "exec", dont_inherit=True), scope)  # noqa: S102 - text of this function's own

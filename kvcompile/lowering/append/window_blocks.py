@@ -239,7 +239,7 @@ class Blocks(NamedTuple):
 
     @property
     def encoding(self) -> SlotLaunch:
-        """The slot's share of the first launch: whole planes, as many tiles as tokens may touch, wherever in one they begin."""
+        """Return the slot's share of the first launch: whole planes, and as many tiles as the tokens may touch at any alignment."""
         x, pos, (codes, scales, zeros), (own, *own_strides) = self.slot.x, self.slot.pos, self.slot.planes[:3], self.slot.own
         operands = (
             x, self.slot.window, self.slot.clock, codes, scales, zeros, own, pos, self.origin, self.exact_newest, x.stride(0), x.stride(1),
@@ -251,7 +251,7 @@ class Blocks(NamedTuple):
 
     @property
     def rolling(self) -> SlotLaunch:
-        """The slot's share of the second launch."""
+        """Return the slot's share of the second launch."""
         slot, pos = self.slot, self.slot.pos
         operands = (
             slot.window, slot.clock, pos, self.origin, self.exact_newest, slot.x.shape[2], slot.planes[0].shape[0], self.pos_b,

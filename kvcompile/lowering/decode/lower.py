@@ -48,7 +48,7 @@ def lower_decode(operands: AttendOperands[Any]) -> Any:
     config, tokens = configs[0], hint(operands.keys[0].get_size()[0]) * static(operands.keys[0].get_size()[3])
     if any("KEPT" in tiled.operands for tiled in configs):
         nodes["KEPT"] = realize(kept_tokens(nodes["KEEP"], RUN))
-    # Every position in use, so that choices differ by the work they do.
+    # Time with every position in use, so that choices differ by their work.
     in_use = {"HI": tokens - 1, "LO": 0, "KEEP": 1, "KEPT": RUN, "BASE": tokens - 1, "EARLY_AT": 0}
     partial = tuned(attend_template, configs, nodes, layout_of(device, operands, config.direct, config.splits), in_use)
     if config.direct:
@@ -57,14 +57,14 @@ def lower_decode(operands: AttendOperands[Any]) -> Any:
 
 
 def machine_of(q: Any) -> tuple[torch.device, site.Machine]:
-    """The device of the queries, and what it has."""
+    """Return the device of the queries, with its multiprocessors and shared memory."""
     device = q.get_device()
     properties: Any = torch.cuda.get_device_properties(device)
     return device, site.Machine(properties.multi_processor_count, properties.shared_memory_per_block_optin)
 
 
 def layout_of(device: torch.device, operands: AttendOperands[Any], direct: bool, splits: int) -> Any:
-    """The layout of a template's output: the result, or partial sums with their maxima and totals."""
+    """Return the layout of a template's output: the result if ``direct``, or partial sums with their maxima and totals."""
     B, H, S, _ = operands.q.get_size()
     H, Dv = static(H), static(operands.value_dim)
     size = [B, H, S, Dv] if direct else [splits, B, H, S, Dv + 2]
@@ -73,7 +73,7 @@ def layout_of(device: torch.device, operands: AttendOperands[Any], direct: bool,
 
 
 def tuned(template: Any, configs: Sequence[Any], nodes: dict[str, Any], layout: Any, in_use: dict[str, int]) -> Any:
-    """The output of the fastest of the kernels; ``in_use``: what operands are filled with while they are timed."""
+    """Return the output of the fastest kernel; ``in_use``: values that fill operands, by name, while kernels are timed."""
     choices: list[Any] = []
     B, _, S, _ = nodes["Q"].get_size()
     for config in configs:

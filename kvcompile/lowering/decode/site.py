@@ -1,4 +1,4 @@
-"""One attention as the template takes it: operands by name, the kernel, its tiles and splits; for Inductor's lowering and for ``dump``."""
+"""One attention as the decode template takes it: operands by name, kernel, tiles and splits; for Inductor's lowering and for ``dump``."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from kvcompile.types import KernelFormat, Role, SlotSpec
 
 @dataclass(frozen=True)
 class Machine:
-    """A device: its multiprocessors, and bytes of shared memory that one program may have."""
+    """A device: its number of multiprocessors, and the bytes of shared memory that one program may use."""
 
     multiprocessors: int
     shared_memory: int
 
 
 def formats_of(given: AttendOperands[Any], sizes: Sizes) -> tuple[KernelFormat, KernelFormat]:
-    """The formats of keys and values."""
+    """Return the kernel formats of keys and values."""
     heads = sizes.static(sizes.shape(given.keys[0])[2])
 
     def of(text: str, planes: Any, dim: Any, role: Role) -> KernelFormat:
@@ -36,7 +36,7 @@ def formats_of(given: AttendOperands[Any], sizes: Sizes) -> tuple[KernelFormat, 
 
 
 def nodes_of(given: AttendOperands[Any], sizes: Sizes) -> dict[str, Any]:
-    """Every operand that the template may ask for, by its name there."""
+    """Return every operand that the template may read, by the template's names."""
     nodes = {
         "Q": given.q, "HI": given.hi, "LO": given.lo, "KEEP": given.keep, "BIAS": given.bias, "SINKS": given.sinks,
         "BASE": given.base, "EARLY_AT": given.exact_first_at,
@@ -50,13 +50,13 @@ def nodes_of(given: AttendOperands[Any], sizes: Sizes) -> dict[str, Any]:
 
 
 def config_of(given: AttendOperands[Any], nodes: dict[str, Any], sizes: Sizes) -> AttendConfig:
-    """The kernel before it is cut into tiles and splits; ``nodes``: what ``nodes_of`` found, with strides."""
+    """Return the kernel before tiles and splits are chosen; ``nodes``: the operands of ``nodes_of``, with fixed strides."""
     shape, static, equals, varies = sizes.shape, sizes.static, sizes.equals, sizes.varies
     (_, heads, queries, dim), (pages, _, kv, page_rows, _) = shape(given.q), shape(given.keys[0])
     paged, kv = not equals(pages, 1), static(kv)
     formats = formats_of(given, sizes)
     halves = [_half(nodes, letter, sizes) for letter in "KV"]
-    # Assembly was never run beside first tokens: elements are decoded there.
+    # Assembly was never run with first tokens: then elements are decoded.
     looks_up = "EARLY_K" not in nodes
     paired = [bool(halves[0]) and all(sizes.multiple(node, 2) for node in halves[0]), bool(halves[1])]
     whole = [
@@ -82,7 +82,7 @@ def config_of(given: AttendOperands[Any], nodes: dict[str, Any], sizes: Sizes) -
 
 
 def cut(config: AttendConfig, given: AttendOperands[Any], machine: Machine, sizes: Sizes, tuned: bool = False) -> list[AttendConfig]:
-    """The kernel with each tile worth trying and its splits, the best first; only that one unless ``tuned``."""
+    """Return the kernel with each tile to try and its splits, best first; only the best unless ``tuned``."""
     (batch, _, queries, _), (pages, _, _, page_rows, _) = map(sizes.shape, (given.q, given.keys[0]))
     batch, rows = sizes.hint(batch), sizes.hint(queries) * config.group
     page_rows = sizes.static(page_rows)
@@ -94,7 +94,7 @@ def cut(config: AttendConfig, given: AttendOperands[Any], machine: Machine, size
 
 
 def masks_of(given: AttendOperands[Any], sizes: Sizes) -> Masks:
-    """Which masks are there, and which of their axes are broadcast."""
+    """Return the mask operands that are given, and their axes that are not broadcast."""
     hi, lo, keep, bias, varies = given.hi, given.lo, given.keep, given.bias, sizes.varies
     kind = Bias.NONE if bias is None else Bias.BOOLEAN if sizes.dtype(bias) == torch.bool else Bias.ADDED
     if given.fill is not None:
@@ -106,12 +106,12 @@ def masks_of(given: AttendOperands[Any], sizes: Sizes) -> Masks:
 
 
 def _half(nodes: dict[str, Any], letter: str, sizes: Sizes) -> list[Any]:
-    """The scales and zero points of a slot where all of them are float16, as the packed ways of decoding need them."""
+    """Return a slot's scales and zero points if all are float16, as packed decoding needs them; otherwise an empty list."""
     found = [nodes[name] for name in (f"{letter}_SCALES", f"{letter}_ZEROS") if name in nodes]
     return found if all(sizes.dtype(node) == torch.float16 for node in found) else []
 
 
 def _scale_pack(found: list[Any], sizes: Sizes) -> int:
-    """How many scales of a token are loaded as one word: all of them where they fill 32 or 64 bits."""
+    """Return how many scales of a token are loaded as one word: all if they fill 32 or 64 bits, otherwise 1."""
     packs = (count for count in (2, 4) if found and sizes.equals(sizes.shape(found[0])[-1], count))
     return next((count for count in packs if all(sizes.multiple(node, count) for node in found)), 1)

@@ -18,7 +18,7 @@ def realize(node: Any) -> Any:
 
 
 def shape(node: Any) -> Sequence[Any]:
-    """Sizes, each a number or a symbol."""
+    """Return an operand's sizes, integers or symbols."""
     return node.get_size()  # type: ignore[no-any-return]
 
 

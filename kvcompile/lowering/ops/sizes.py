@@ -1,4 +1,4 @@
-"""Sizes and strides of operands, asked in one way of Inductor's buffers (the module ``host.buffers``) and of tensors."""
+"""Sizes and strides of operands, by one interface for Inductor's buffers (the module ``host.buffers``) and tensors."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ import torch
 
 
 class Sizes(Protocol):
-    """Answers about operands; only ``static`` may guard what is a symbol."""
+    """Queries about operands; only ``static`` may add a guard for a symbol."""
 
     def shape(self, node: Any) -> Sequence[Any]:
-        """Sizes, each a number or a symbol."""
+        """Return an operand's sizes, integers or symbols."""
 
     def dtype(self, node: Any) -> torch.dtype:
         """Return the dtype of an operand."""
 
     def static(self, size: Any) -> int:
-        """A size that a kernel is made for."""
+        """Return a size as a constant, for which the kernel is specialised."""
 
     def hint(self, size: Any) -> int:
-        """A plausible value, by which work is cut."""
+        """Return a plausible value of a size, for choosing tiles and splits."""
 
     def equals(self, size: Any, value: int) -> bool:
-        """Whether a size is known to be ``value``."""
+        """Return whether a size is known to be ``value``."""
 
     def multiple(self, node: Any, count: int) -> bool:
-        """Whether ``count`` neighbors may be loaded as one word."""
+        """Return whether ``count`` neighbouring elements may be loaded as one word."""
 
     def pairs_of_rows(self, node: Any) -> bool:
-        """Whether two neighboring rows, of one float16 each, may be loaded as one word."""
+        """Return whether two neighbouring rows of one float16 each may be loaded as one word."""
 
     def varies(self, node: Any, axis: int = 0) -> bool:
-        """Whether an operand is there and not broadcast along an axis."""
+        """Return whether an operand is given (not None) and not broadcast along an axis."""
 
 
 @dataclass(frozen=True)
 class TensorSizes:
-    """``Sizes`` of tensors, fake ones too; ``number`` makes a plain number of a symbol."""
+    """``Sizes`` of tensors, real or fake; ``number`` turns a symbol into an integer."""
 
     number: Callable[[Any], int] = int
 

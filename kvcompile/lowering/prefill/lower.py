@@ -95,10 +95,10 @@ def _lower(operands: AttendOperands[Any], more: tuple[Any, Any, Any] | None = No
     if not configs:
         return None
     tokens = hint(pages) * hint(page_rows)
-    # What is merged has its statistics: it is never written by the template alone.
+    # Log-sums and ``more`` need the merge, so the template must not write the result itself.
     least = 1 if more is None and dtype is not None else 2
     splits = max(splits_for(configs[0], rows, batch * config.kv_heads, machine.multiprocessors, tokens), least)
-    # Every position in use, so that choices differ by the work they do.
+    # Time with every position in use, so that choices differ by their work.
     in_use = {"HI": tokens - 1, "LO": 0, "KEEP": 1, "BASE": tokens}
     layout = layout_of(device, operands, splits == 1, splits)
     partial = tuned(prefill_template, [tiled.with_splits(splits) for tiled in configs], nodes, layout, in_use)

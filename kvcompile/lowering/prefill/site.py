@@ -1,4 +1,4 @@
-"""One attention of many rows as the template takes it; the many-row sibling of ``decode.site``."""
+"""One attention of many rows as the prefill template takes it; the many-row counterpart of ``decode.site``."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from kvcompile.lowering.prefill.tiles import FEWEST_ROWS
 
 
 def many_rows(given: AttendOperands[Any], sizes: Sizes) -> int | None:
-    """The rows of queries of a kv head where they are as many as this template is for, else None."""
+    """Return the query rows of a kv head if they are enough for this template, otherwise None."""
     _, heads, queries, _ = sizes.shape(given.q)
     rows = sizes.hint(queries) * sizes.hint(heads) // sizes.hint(sizes.shape(given.keys[0])[2])
     return None if rows < FEWEST_ROWS or sizes.equals(queries, 1) else rows
 
 
 def config_of(given: AttendOperands[Any], sizes: Sizes, paged: bool = True, packed: bool | None = None) -> PrefillConfig:
-    """The kernel before it is cut; ``packed`` None: unpacking is PTX where the device takes it."""
+    """Return the kernel before tiles and splits are chosen; ``packed``: None unpacks by PTX except on HIP."""
     shape, static, dtype = sizes.shape, sizes.static, sizes.dtype
     (_, heads, _, dim), (_, _, kv, page_rows, _) = shape(given.q), shape(given.keys[0])
     kv = static(kv)
@@ -34,7 +34,7 @@ def config_of(given: AttendOperands[Any], sizes: Sizes, paged: bool = True, pack
 
 
 def nodes_of(config: PrefillConfig, given: AttendOperands[Any]) -> dict[str, Any]:
-    """Every operand beside the queries that the template may ask for, by its name there; ``config`` must fit."""
+    """Return every operand but the queries that the template may read, by the template's names; ``config`` must fit."""
     nodes = {
         "K_WORDS": given.keys[0], "V_WORDS": given.values[0], "HI": given.hi, "LO": given.lo, "KEEP": given.keep,
         "SINKS": given.sinks, "BASE": given.base,
@@ -50,7 +50,7 @@ def nodes_of(config: PrefillConfig, given: AttendOperands[Any]) -> dict[str, Any
 
 
 def loadable(config: PrefillConfig, nodes: dict[str, Any], sizes: Sizes) -> bool:
-    """Whether words lie so that pairs of bytes load as one, and rows of scales without gaps."""
+    """Return whether pairs of word bytes can be loaded as one, and rows of scales are contiguous."""
     for letter, slot in zip("KV", config.slots, strict=True):
         if slot.scaled and not sizes.multiple(nodes[f"{letter}_WORDS"], 2):
             return False
