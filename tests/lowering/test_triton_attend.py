@@ -451,11 +451,10 @@ def run_kernel(
     half = [fmt.symmetric or planes[1].dtype == torch.float16 for fmt, planes in zip(formats, (keys, values), strict=True)]
     config = AttendConfig(
         args["key_scheme"], args["value_scheme"], case.D, case.Dv, case.K, case.G, case.dtype, keys[0].dtype, values[0].dtype,
-        args["scale"], case.softcap, case.S == 1, masks,
+        args["scale"], case.softcap, masks, keys[0].shape[3], not case.plain, case.splits, packed, case.tile, case.S == 1,
         ExtraOperands(case.exact_newest > 0, True, case.rotary, case.interleaved, False, case.exact_first, case.exact_first_at is not None),
-        keys[0].shape[3], not case.plain, case.splits, case.shares, case.direct, wide_keys=True, wide_values=True, packed=packed,
-        key_scale_pack=scale_pack(keys, formats[0]), value_scale_pack=scale_pack(values, formats[1]),
-        key_generic=not half[0], value_generic=not half[1], tile=case.tile,
+        case.shares, case.direct, key_scale_pack=scale_pack(keys, formats[0]), value_scale_pack=scale_pack(values, formats[1]),
+        key_generic=not half[0], value_generic=not half[1],
     )
     exact_newest, rope = args["exact_newest"] or [None] * 2, args["rope"] or [None] * 2
     tensors = {"Q": q, "HI": args["hi"], "K_WORDS": keys[0], "V_WORDS": values[0], "LO": args["lo"], "KEEP": args["keep"],

@@ -93,12 +93,8 @@ class Tile:
 
 
 @dataclasses.dataclass(frozen=True)
-class AttendConfig:
-    """A complete description of one rendered kernel; hashable.
-
-    ``shares``: number of ``splits`` that a row of average length uses, if rows of a batch may differ in length; 0 if every row uses
-    all splits.
-    """
+class KernelConfig:
+    """An attention and its tiles and splits, as kernels for few rows of queries and for many share them."""
 
     key_scheme: str
     value_scheme: str
@@ -111,17 +107,44 @@ class AttendConfig:
     value_word: torch.dtype
     scale: float
     softcap: float = 0.0
-    one_query: bool = True
     masks: Masks = Masks()
-    beside: ExtraOperands = ExtraOperands()
     page_rows: int = PAGE
     paged: bool = True
     splits: int = 1
+    packed: bool = True
+    tile: Tile = Tile()
+
+    def shared_options(self) -> dict[str, object]:
+        """Return the constants that both templates have. Strings are quoted, since each constant is also printed as a constexpr."""
+        masks, tile = self.masks, self.tile
+        return {
+            "KEY_SCHEME": repr(self.key_scheme), "VALUE_SCHEME": repr(self.value_scheme),
+            "KEY_DIM": self.key_dim, "VALUE_DIM": self.value_dim,
+            "KEY_WORD": quoted(self.key_word), "VALUE_WORD": quoted(self.value_word), "QUERY": quoted(self.dtype),
+            "PACKED": int(self.packed), "KV_HEADS": self.kv_heads, "GROUP": self.group,
+            "PAGE_ROWS": self.page_rows, "PAGED": int(self.paged),
+            # Without a softcap, scores are in base-2 units from the start.
+            "QK_SCALE": self.scale * (1.0 if self.softcap > 0 else LOG2E), "SOFTCAP": self.softcap, "LOG2E": LOG2E,
+            "SPLITS": self.splits, "HAS_LO": int(masks.lo), "HAS_KEEP": int(masks.keep), "HAS_SINKS": int(masks.sinks),
+            "HI_B": int(masks.hi_per_batch), "LO_B": int(masks.lo_per_batch), "KEEP_B": int(masks.keep_per_batch),
+            "BLOCK_T": tile.block_t, "BLOCK_R": tile.block_r,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class AttendConfig(KernelConfig):
+    """A complete description of one rendered kernel; hashable.
+
+    ``shares``: number of ``splits`` that a row of average length uses, if rows of a batch may differ in length; 0 if every row uses
+    all splits.
+    """
+
+    one_query: bool = True
+    beside: ExtraOperands = ExtraOperands()
     shares: int = 0
     direct: bool = False
     wide_keys: bool = True
     wide_values: bool = True
-    packed: bool = True
     norm_pairs: bool = True
     key_scale_pairs: bool = True
     value_scale_pairs: bool = True
@@ -129,26 +152,17 @@ class AttendConfig:
     value_scale_pack: int = 1
     key_generic: bool = False
     value_generic: bool = False
-    tile: Tile = Tile()
 
     def options(self) -> dict[str, object]:
-        """Return the template's constants. Strings are quoted, since each constant is also printed as a constexpr."""
+        """Return the template's constants."""
         masks, tile, beside = self.masks, self.tile, self.beside
         pairs = self.paged and 2 <= tile.block_t <= self.page_rows
         return {
-            "KEY_SCHEME": repr(self.key_scheme), "VALUE_SCHEME": repr(self.value_scheme),
-            "KEY_DIM": self.key_dim, "VALUE_DIM": self.value_dim,
-            "KEY_WORD": _quoted(self.key_word), "VALUE_WORD": _quoted(self.value_word), "QUERY": _quoted(self.dtype),
-            "WIDE_KEYS": int(self.wide_keys), "WIDE_VALUES": int(self.wide_values), "PACKED": int(self.packed),
+            **self.shared_options(), "WIDE_KEYS": int(self.wide_keys), "WIDE_VALUES": int(self.wide_values),
             # RoPE needs decoded keys.
             "KEY_GENERIC": int(self.key_generic or beside.rotary_dim > 0), "VALUE_GENERIC": int(self.value_generic),
             "KEY_SCALE_PACK": self.key_scale_pack, "VALUE_SCALE_PACK": self.value_scale_pack,
-            "KV_HEADS": self.kv_heads, "GROUP": self.group, "PAGE_ROWS": self.page_rows, "PAGED": int(self.paged),
-            # Without a softcap, scores are in base-2 units from the start.
-            "QK_SCALE": self.scale * (1.0 if self.softcap > 0 else LOG2E), "SOFTCAP": self.softcap, "LOG2E": LOG2E,
-            "ONE_QUERY": int(self.one_query), "SPLITS": self.splits, "SHARES": self.shares, "DIRECT": int(self.direct),
-            "HAS_LO": int(masks.lo), "HAS_KEEP": int(masks.keep), "BIAS_KIND": int(masks.bias), "HAS_SINKS": int(masks.sinks),
-            "HI_B": int(masks.hi_per_batch), "LO_B": int(masks.lo_per_batch), "KEEP_B": int(masks.keep_per_batch),
+            "ONE_QUERY": int(self.one_query), "SHARES": self.shares, "DIRECT": int(self.direct), "BIAS_KIND": int(masks.bias),
             "BIAS_B": int(masks.bias_per_batch), "BIAS_H": int(masks.bias_per_head), "BIAS_S": int(masks.bias_per_query),
             "HAS_RECENT": int(beside.exact_newest), "BASE_B": int(beside.base_per_batch), "ROTARY_DIM": beside.rotary_dim,
             "EARLY": beside.exact_first, "EARLY_MOVED": int(beside.exact_first_at), "HAS_TAIL": int(beside.tail),
@@ -158,8 +172,7 @@ class AttendConfig:
             "KEY_SCALE_PAIRS": int(self.key_scale_pairs and pairs and tile.num_warps == 1),
             "VALUE_SCALE_PAIRS": int(self.value_scale_pairs and pairs and tile.num_warps == 1),
             # A tile of full-precision tokens takes many registers, and all splits get as many as the one that needs most.
-            "BLOCK_N": min(tile.block_t, 16 * tile.num_warps),
-            "BLOCK_T": tile.block_t, "BLOCK_R": tile.block_r, "TOKENS_FIRST": int(tile.tokens_first),
+            "BLOCK_N": min(tile.block_t, 16 * tile.num_warps), "TOKENS_FIRST": int(tile.tokens_first),
             "PICKED_SCALES": tile.picked, "COPIES": tile.copies, "TALL": tile.block_t if tile.tokens_first else 0,
             **({"FILL": max(masks.fill * LOG2E, LOWEST_FLOAT32)} if masks.bias in {Bias.REPLACING, Bias.ADDED_OR_REPLACING} else {}),
         }
@@ -220,21 +233,22 @@ def plans(
     tall: int = 16,
 ) -> tuple[TemplateSlot, TemplateSlot]:
     """Return both slots' plans from the template's constants; the template calls this while it is rendered."""
-    dtype = _dtype(query)
-    key = slot_plan(
-        key_scheme.strip("'"), Role.KEY, key_dim, _dtype(key_word), dtype, bool(wide_keys), bool(packed), bool(key_generic),
-        tall,
-    )
-    value = slot_plan(
-        value_scheme.strip("'"), Role.VALUE, value_dim, _dtype(value_word), dtype, bool(wide_values), bool(packed), bool(value_generic),
-        tall,
+    dtype = named_dtype(query)
+    key, value = (
+        slot_plan(text.strip("'"), role, dim, named_dtype(word), dtype, bool(wide), bool(packed), bool(generic), tall)
+        for text, role, dim, word, wide, generic in (
+            (key_scheme, Role.KEY, key_dim, key_word, wide_keys, key_generic),
+            (value_scheme, Role.VALUE, value_dim, value_word, wide_values, value_generic),
+        )
     )
     return key, value
 
 
-def _quoted(dtype: torch.dtype) -> str:
+def quoted(dtype: torch.dtype) -> str:
+    """Return the name of a dtype as a constant of a template."""
     return repr(str(dtype).removeprefix("torch."))
 
 
-def _dtype(text: str) -> torch.dtype:
+def named_dtype(text: str) -> torch.dtype:
+    """Return the dtype that a constant of a template names."""
     return getattr(torch, text.strip("'"))

@@ -25,7 +25,7 @@ import torch
 
 from kvcompile.errors import CompileError
 from kvcompile.lowering.codegen.expressions import TRITON_TYPES
-from kvcompile.lowering.decode.config import AttendConfig, Bias, plans
+from kvcompile.lowering.decode.config import AttendConfig, Bias, Tile, plans
 from kvcompile.lowering.decode.slot_plan import TemplateSlot
 from kvcompile.lowering.decode.template import GLOBALS, SOURCE
 from kvcompile.lowering.host.triton_api import POINTERS, compile_for
@@ -203,13 +203,17 @@ def load_module(source: str, kind: str = "attend") -> types.ModuleType:
 
 def compile_offline(source: str, config: AttendConfig, arch: str = "sm_90", batch: int = 1) -> dict[str, str | bytes]:
     """Return ``ttgir``, ``ptx`` and ``cubin`` of a rendered source; needs no device. Raises OfflineCompilation."""
+    return compile_rendered(source, operands_for(config, batch), output_for(config), config.tile, arch)
+
+
+def compile_rendered(source: str, operands: Mapping[str, Operand], out: Operand, tile: Tile, arch: str) -> dict[str, str | bytes]:
+    """Return ``ttgir``, ``ptx`` and ``cubin`` of a source that a template rendered for these operands."""
     if arch not in ARCHITECTURES:
         raise OfflineCompilation(expected=f"one of {sorted(ARCHITECTURES)}", found=arch, todo="pass one of these")
     kernel = getattr(load_module(source), KERNEL)
-    operands = operands_for(config, batch)
-    pointers = {**{name: operand.dtype for name, operand in operands.items()}, "OUT": output_for(config).dtype}
+    pointers = {**{name: operand.dtype for name, operand in operands.items()}, "OUT": out.dtype}
     signature = {name: POINTERS[pointers[name]] if name in pointers else "i32" for name in kernel.arg_names}
-    return compile_for(kernel, signature, pointers, ARCHITECTURES[arch], config.tile.num_warps, config.tile.num_stages)
+    return compile_for(kernel, signature, pointers, ARCHITECTURES[arch], tile.num_warps, tile.num_stages)
 
 
 def sass(cubin: bytes) -> str:

@@ -71,8 +71,8 @@ def config_of(given: AttendOperands[Any], nodes: dict[str, Any], sizes: Sizes) -
     by_two = {name: name in nodes and sizes.pairs_of_rows(nodes[name]) for name in ("K_NORMS", "K_SCALES", "V_SCALES")}
     return AttendConfig(
         given.key_scheme, given.value_scheme, static(dim), static(given.value_dim), kv, static(heads) // kv, sizes.dtype(given.q),
-        sizes.dtype(given.keys[0]), sizes.dtype(given.values[0]), float(given.scale), float(given.softcap), equals(queries, 1),
-        masks_of(given, sizes), beside, static(page_rows) if paged else 1, paged,
+        sizes.dtype(given.keys[0]), sizes.dtype(given.values[0]), float(given.scale), float(given.softcap),
+        masks_of(given, sizes), static(page_rows) if paged else 1, paged, one_query=equals(queries, 1), beside=beside,
         wide_keys=sizes.multiple(nodes["K_WORDS"], 2), wide_values=sizes.multiple(nodes["V_WORDS"], 2),
         key_scale_pack=_scale_pack(halves[0], sizes), value_scale_pack=_scale_pack(halves[1], sizes),
         key_generic=not whole[0], value_generic=not whole[1],

@@ -6,46 +6,27 @@ import dataclasses
 
 import torch
 
-from kvcompile.lowering.decode.config import Bias, Masks, Tile
-from kvcompile.lowering.decode.template import LOG2E
+from kvcompile.lowering.decode.config import Bias, KernelConfig, Tile, named_dtype
 from kvcompile.lowering.prefill.slot import TileSlot, tile_slot
 from kvcompile.lowering.prefill.table_slot import TableSlot, chunk_slot
-from kvcompile.types import PAGE, Role
+from kvcompile.types import Role
 
 RAISED = 15
 """Float16 probabilities are multiplied by 2 to this power, so that the smallest ones keep their bits."""
 
-
-NO_MASKS = Masks()
 SQUARE = Tile(64, 128, False, 8, 3)
 
 
 @dataclasses.dataclass(frozen=True)
-class PrefillConfig:
+class PrefillConfig(KernelConfig):
     """A complete description of one rendered kernel; hashable.
 
     ``chunk`` above 0: the kernel sees that many tokens from a run-time position on and adds to the partial sums of
     earlier chunks (``chunked``); ``offline`` renders such kernels, Inductor does not.
     """
 
-    key_scheme: str
-    value_scheme: str
-    key_dim: int
-    value_dim: int
-    kv_heads: int
-    group: int
-    dtype: torch.dtype
-    key_word: torch.dtype
-    value_word: torch.dtype
-    scale: float
-    softcap: float = 0.0
-    masks: Masks = NO_MASKS
-    page_rows: int = PAGE
-    paged: bool = True
-    splits: int = 1
     exact_newest: bool = False
     base_per_batch: bool = False
-    packed: bool = True
     tile: Tile = SQUARE
     chunk: int = 0
 
@@ -118,22 +99,10 @@ class PrefillConfig:
         return (*names, *(name for there, name in present if there))
 
     def options(self) -> dict[str, object]:
-        """Return the template's constants. Strings are quoted, since each constant is also printed as a constexpr."""
-        masks, tile = self.masks, self.tile
-        folded = self.softcap <= 0 and self.scale > 0
+        """Return the template's constants."""
         return {
-            "KEY_SCHEME": repr(self.key_scheme), "VALUE_SCHEME": repr(self.value_scheme),
-            "KEY_DIM": self.key_dim, "VALUE_DIM": self.value_dim,
-            "KEY_WORD": _quoted(self.key_word), "VALUE_WORD": _quoted(self.value_word), "QUERY": _quoted(self.dtype),
-            "PACKED": int(self.packed), "KV_HEADS": self.kv_heads, "GROUP": self.group,
-            "PAGE_ROWS": self.page_rows, "PAGED": int(self.paged),
-            # Without a softcap, scores are in base-2 units from the start.
-            "QK_SCALE": self.scale * (1.0 if self.softcap > 0 else LOG2E), "SOFTCAP": self.softcap, "LOG2E": LOG2E, "FOLDED": int(folded),
-            "SPLITS": self.splits, "DIRECT": int(self.direct), "HAS_RECENT": int(self.exact_newest), "BASE_B": int(self.base_per_batch),
-            "HAS_LO": int(masks.lo), "HAS_KEEP": int(masks.keep), "HAS_SINKS": int(masks.sinks),
-            "HI_B": int(masks.hi_per_batch), "LO_B": int(masks.lo_per_batch), "KEEP_B": int(masks.keep_per_batch),
-            "BLOCK_T": tile.block_t, "BLOCK_R": tile.block_r, "RAISED": RAISED,
-            "CHUNK": self.chunk,
+            **self.shared_options(), "FOLDED": int(self.softcap <= 0 and self.scale > 0), "DIRECT": int(self.direct),
+            "HAS_RECENT": int(self.exact_newest), "BASE_B": int(self.base_per_batch), "RAISED": RAISED, "CHUNK": self.chunk,
         }
 
 
@@ -141,9 +110,9 @@ def slots(
     key_scheme: str, value_scheme: str, key_dim: int, value_dim: int, key_word: str, value_word: str, query: str, packed: int
 ) -> tuple[TileSlot, TileSlot]:
     """Return both slots' plans from the template's constants; the template calls this while it is rendered."""
-    dtype = _dtype(query)
-    key = tile_slot(key_scheme.strip("'"), Role.KEY, key_dim, _dtype(key_word), dtype, bool(packed))
-    value = tile_slot(value_scheme.strip("'"), Role.VALUE, value_dim, _dtype(value_word), dtype, bool(packed))
+    dtype = named_dtype(query)
+    key = tile_slot(key_scheme.strip("'"), Role.KEY, key_dim, named_dtype(key_word), dtype, bool(packed))
+    value = tile_slot(value_scheme.strip("'"), Role.VALUE, value_dim, named_dtype(value_word), dtype, bool(packed))
     assert key is not None
     assert value is not None
     return key, value
@@ -161,11 +130,3 @@ def normalized(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 SMALLEST = 2.0**-100
 """Least magnitude that a row of queries is scaled by."""
-
-
-def _quoted(dtype: torch.dtype) -> str:
-    return repr(str(dtype).removeprefix("torch."))
-
-
-def _dtype(text: str) -> torch.dtype:
-    return getattr(torch, text.strip("'"))

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from kvcompile.lowering.codegen.expressions import TRITON_TYPES
-from kvcompile.lowering.decode.offline import ARCHITECTURES, KERNEL, KernelSignature, Operand, load_module, named_sizes, template
-from kvcompile.lowering.host.triton_api import POINTERS, compile_for
+from kvcompile.lowering.decode.offline import KernelSignature, Operand, compile_rendered, named_sizes, template
 from kvcompile.lowering.prefill.config import PrefillConfig, slots
 from kvcompile.lowering.prefill.template import SOURCE
 
@@ -82,8 +81,4 @@ def prefill_source(config: PrefillConfig, batch: int = 1, queries: int = 512) ->
 
 def compile_offline(source: str, config: PrefillConfig, arch: str = "sm_90", batch: int = 1, queries: int = 512) -> dict[str, str | bytes]:
     """Return ``ttgir``, ``ptx`` and ``cubin`` of a rendered source; needs no device."""
-    kernel = getattr(load_module(source), KERNEL)
-    operands = operands_for(config, batch, queries)
-    pointers = {**{name: operand.dtype for name, operand in operands.items()}, "OUT": output_for(config, batch, queries).dtype}
-    signature = {name: POINTERS[pointers[name]] if name in pointers else "i32" for name in kernel.arg_names}
-    return compile_for(kernel, signature, pointers, ARCHITECTURES[arch], config.tile.num_warps, config.tile.num_stages)
+    return compile_rendered(source, operands_for(config, batch, queries), output_for(config, batch, queries), config.tile, arch)
