@@ -126,7 +126,7 @@ def launch(kernel: Any, slot: Any, launcher: Launcher | None) -> None:
 
 
 def by_constant(slot: Callable[..., Any], fits: Callable[[Any], bool], kernel: Any) -> AppendKernel:
-    """Return the ``append_kernel`` of a scheme that encodes by a constant plane, one launch a slot; ``slot``: makes a record of operands."""
+    """Return the ``append_kernel`` of a scheme that encodes by a constant plane, one launch a slot; ``slot`` makes the operands."""
 
     def run(calls: Sequence[tuple[Any, ...]], launcher: Launcher) -> list[torch.Tensor]:
         for call in calls:
