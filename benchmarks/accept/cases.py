@@ -60,7 +60,7 @@ def invalid(case: Case) -> str | None:
 
 
 def refusal(case: Case) -> str | None:
-    """Return why the README says that some attention of this case stays dense, or None where all must be rewritten."""
+    """Return why docs/SUPPORT.md says that some attention of this case stays dense, or None where all must be rewritten."""
     traits = case.architecture.traits
     if Trait.CROSS in traits and case.prompt is Prompt.EAGER:
         return "a cache that is only read is stored compressed where a compiled call has filled it"

@@ -23,7 +23,7 @@ class Outcome(enum.Enum):
 
     @property
     def failed(self) -> bool:
-        """Return whether the outcome makes the run fail; a refusal that the README announces does not, nor what nobody can tell."""
+        """Return whether the outcome makes the run fail; a refusal that docs/SUPPORT.md announces does not, nor what nobody can tell."""
         return self in {Outcome.REFUSED_WRONGLY, Outcome.RECOMPILES, Outcome.WRONG, Outcome.CRASHED, Outcome.TIMEOUT}
 
 

@@ -1,4 +1,4 @@
-"""fp8, int8, int4: online symmetric quantization, no calibration ("KV Cache Quantization", Per-Token Scaling; see README).
+"""fp8, int8, int4: online symmetric quantization, no calibration ("KV Cache Quantization", Per-Token Scaling; see docs/SCHEMES.md).
 
 scale = amax / qmax, code = clamp(rne(x / scale)). Differences from the source, and why:
 

@@ -1,4 +1,4 @@
-"""Documents name files that exist: the architecture, each once, the contributors' guide, and the glossary with its definitions."""
+"""Documents name files that exist: the architecture, each once, the contributors' guide, the glossary; README is short."""
 
 from __future__ import annotations
 
@@ -64,3 +64,8 @@ def test_the_glossary_says_where_each_word_is_defined() -> None:
 
 def test_guides_link_the_glossary() -> None:
     assert "GLOSSARY.md" in (ROOT / "docs/ARCHITECTURE.md").read_text() and "docs/GLOSSARY.md" in (ROOT / "CONTRIBUTING.md").read_text()
+
+
+def test_readme_is_short() -> None:
+    """For a person with a model and a memory bill; the rest is in docs/."""
+    assert len((ROOT / "README.md").read_text().split()) <= 1800

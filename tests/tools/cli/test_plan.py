@@ -79,7 +79,7 @@ def test_a_configuration_as_json(config: Callable[..., str], capsys: pytest.Capt
     assert rows["kivi"]["shares"]["window"] == 4 * 4 * (8 * 32 * 128 * 2 + 8 * 16)
     matrices = 2 * (4096 * 4096 * 2 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
     assert found["weight_bytes"] == pytest.approx(matrices * 4.15625 / 8 + 2 * 128256 * 4096 * 2, rel=1e-3)
-    # 4 layers of this shape were measured: 0.81 GB above the weights for 8,192 tokens, of which int4's cache is 0.04 (README, Prefill).
+    # 4 layers of this shape were measured: 0.81 GB above the weights for 8,192 tokens, of which int4's cache is 0.04 (docs/PERFORMANCE.md).
     assert found["activation_bytes"] + 2 * rows["int4"]["device_bytes_per_request"] == pytest.approx(0.81e9, rel=0.01)
     for row in rows.values():
         assert row["needed_bytes"] == sum((
