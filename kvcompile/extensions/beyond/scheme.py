@@ -141,7 +141,7 @@ class Beyond(Scheme):
         if isinstance(self.tables, SiteTables):
             return self.tables.for_role(slot.role)
         if self.trained:
-            raise TablesMissing(path="(none was named)", known="ask at(path) for the scheme of one attention")
+            raise TablesMissing(path="(none was named)", known="ask for_module(path) for the scheme of one attention")
         return uniform_table(self.bits, slot.heads, slot.head_dim // self.channels(slot.head_dim))
 
     def format(self, slot: SlotSpec) -> KernelFormat:

@@ -116,7 +116,7 @@ class Calibrated(Scheme):
         if isinstance(self.scales, SiteScales):
             return self.scales.for_role(slot.role)
         if self.measured:
-            raise ScalesMissing(path="(none was named)", known="ask at(path) for the scheme of one attention")
+            raise ScalesMissing(path="(none was named)", known="ask for_module(path) for the scheme of one attention")
         return Scales(self.guessed())
 
     def guessed(self) -> torch.Tensor:
