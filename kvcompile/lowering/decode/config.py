@@ -94,7 +94,7 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True)
 class KernelConfig:
-    """An attention and its tiles and splits, as kernels for few rows of queries and for many share them."""
+    """The fields that kernels for few query rows and for many have in common: the attention, its tiles and splits."""
 
     key_scheme: str
     value_scheme: str
@@ -133,7 +133,7 @@ class KernelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class AttendConfig(KernelConfig):
-    """A complete description of one rendered kernel; hashable.
+    """A complete description of one rendered decode kernel; hashable.
 
     ``shares``: number of ``splits`` that a row of average length uses, if rows of a batch may differ in length; 0 if every row uses
     all splits.
@@ -245,10 +245,10 @@ def plans(
 
 
 def quoted(dtype: torch.dtype) -> str:
-    """Return the name of a dtype as a constant of a template."""
+    """Return a dtype's name as a quoted template constant."""
     return repr(str(dtype).removeprefix("torch."))
 
 
 def named_dtype(text: str) -> torch.dtype:
-    """Return the dtype that a constant of a template names."""
+    """Return the dtype of a quoted template constant; the inverse of ``quoted``."""
     return getattr(torch, text.strip("'"))

@@ -207,7 +207,7 @@ def compile_offline(source: str, config: AttendConfig, arch: str = "sm_90", batc
 
 
 def compile_rendered(source: str, operands: Mapping[str, Operand], out: Operand, tile: Tile, arch: str) -> dict[str, str | bytes]:
-    """Return ``ttgir``, ``ptx`` and ``cubin`` of a source that a template rendered for these operands."""
+    """Return ``ttgir``, ``ptx`` and ``cubin`` of a source that a template rendered for these operands. Raises OfflineCompilation."""
     if arch not in ARCHITECTURES:
         raise OfflineCompilation(expected=f"one of {sorted(ARCHITECTURES)}", found=arch, todo="pass one of these")
     kernel = getattr(load_module(source), KERNEL)

@@ -19,7 +19,7 @@ SQUARE = Tile(64, 128, False, 8, 3)
 
 @dataclasses.dataclass(frozen=True)
 class PrefillConfig(KernelConfig):
-    """A complete description of one rendered kernel; hashable.
+    """A complete description of one rendered prefill kernel; hashable.
 
     ``chunk`` above 0: the kernel sees that many tokens from a run-time position on and adds to the partial sums of
     earlier chunks (``chunked``); ``offline`` renders such kernels, Inductor does not.
