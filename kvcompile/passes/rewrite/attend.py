@@ -97,7 +97,7 @@ def _flash(emit: Emitter, item: SitePlan, source: Sources) -> fx.Node:
     if grouped and isinstance(count, torch.SymInt) and source.dtype == torch.float32:
         fresh, grouped = (_repeated(emit, fresh[0], item.site.groups), _repeated(emit, fresh[1], item.site.groups)), False
     return emit.call(
-        aten.scaled_dot_product_attention.default, source.q, *fresh, None, 0.0, not same(count, 1), scale=attention.scale,
+        aten.scaled_dot_product_attention.default, source.q, *fresh, None, 0.0, not same(count, 1), scale=abs(attention.scale),
         enable_gqa=grouped,
     )
 
@@ -167,7 +167,7 @@ def _operands(shared: Shared, emit: Emitter, item: SitePlan, source: Sources) ->
         seen = step(shared, emit, item, source, seen)
     return [
         q, source.keys, source.values, seen.hi, seen.lo, seen.keep, seen.bias, sinks_of(emit, item), *source.schemes,
-        attention.scale, attention.softcap, source.value_dim,
+        abs(attention.scale), attention.softcap, source.value_dim,
     ]
 
 

@@ -25,7 +25,7 @@ def calibrate(emit: Emitter, item: SitePlan, q_BHSD: fx.Node, planes: list[fx.No
     calibrated = [node for node, spec in zip(planes, slot.layout.planes, strict=True) if spec.name in slot.scheme.calibrated]
     attention = item.site.attention
     # Models split the scale of scores between queries and ``scale`` differently; equal scores must give equal planes.
-    factor = attention.scale * math.sqrt(slot.spec.head_dim)
+    factor = abs(attention.scale) * math.sqrt(slot.spec.head_dim)
     if abs(factor - 1) > 1e-6:
         q_BHSD = emit.call(aten.mul.Scalar, q_BHSD, factor)
     # In cross-attention the mask describes padding of the keys only, not of the queries.

@@ -55,7 +55,7 @@ def _attend(emit: Emitter, item: SitePlan, source: Sources) -> fx.Node:
     count = size_along(attention.q, attention.q_roles, "S", attention.folded)
     last, mask = emit.constant_limit(count, memory.count - 1, device_of(item)), joined(emit, item, memory.masks, memory.count)
     return emit.call(
-        torch.ops.kvcompile.attend.default, source.asked, keys, values, last, None, None, mask, None, DENSE, DENSE, attention.scale,
+        torch.ops.kvcompile.attend.default, source.asked, keys, values, last, None, None, mask, None, DENSE, DENSE, abs(attention.scale),
         attention.softcap, item.value.spec.head_dim, log_sums=True,
     )
 

@@ -55,7 +55,7 @@ def sources(appends: Appends, emit: Emitter, item: SitePlan) -> Sources:
 
 
 def _queries(emit: Emitter, item: SitePlan) -> tuple[fx.Node, torch.dtype]:
-    """Emit queries [B, H, S, D]; return them with the dtype that attention computes in."""
+    """Emit queries [B, H, S, D], with the sign of the scale; return them with the dtype that attention computes in."""
     site, attention = item.site, item.site.attention
     q = emit.heads(emit.copies[attention.q], attention.q_roles, ("S", "D"), site.heads, site.groups)
     if attention.beside is not None:
@@ -63,6 +63,9 @@ def _queries(emit: Emitter, item: SitePlan) -> tuple[fx.Node, torch.dtype]:
         q = emit.call(aten.cat.default, [q, latent.scaled(emit, more, attention.beside.factor)], -1)
     dtype = value_of(attention.q).dtype
     q = _times(emit, q, dtype, attention.factors)
+    if attention.scale < 0.0:
+        # SDPA takes the root of its scale, and certificates bound scores by it: both get the magnitude, and queries the sign.
+        q = emit.call(aten.neg.default, q)
     if dtype in DTYPES or item.key.spec.dtype not in DTYPES:
         return q, dtype
     # float64: no kernel supports it, and only trials use such caches.

@@ -159,6 +159,10 @@ def step_keys_first(m: Spelled, q: torch.Tensor, k: torch.Tensor, mask: torch.Te
     return (k @ q.mT).mT.mul(m.dim**-0.5).masked_fill(~mask, float("-inf")).softmax(-1)
 
 
+def step_negative_scale(m: Spelled, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return (-q @ k.mT * -(m.dim**-0.5)).masked_fill(~mask, float("-inf")).softmax(-1)
+
+
 def step_hand_softmax(m: Spelled, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     scores = (q @ k.mT * m.dim**-0.5).masked_fill(~mask, float("-inf"))
     weights = torch.exp(scores - scores.amax(-1, keepdim=True))
@@ -361,4 +365,5 @@ CASES = (
     Case("differential-by-token", lambda **given: DifferentialConcatenated(True, **given), returned(None), refused="pass through"),
     spelled("d80", step_additive, dim=80, kv=2),
     spelled("mqa-repeat", step_additive, kv=1),
+    spelled("negative-scale", step_negative_scale),
 )
