@@ -103,9 +103,12 @@ def test_other_compilers_run_eager_bodies_and_say_so() -> None:
 def test_every_scheme_gets_a_kernel_or_a_reason(cls: type[Scheme], device: str) -> None:
     for scheme in cls.variants():
         slots = tuple((scheme.for_role(role).spec(), SlotSpec(2, 128, torch.float32, role)) for role in Role)
-        kernel, why = choose(AttendFacts(device, slots, exact_newest=bool(scheme.window)))
+        facts = AttendFacts(device, slots, exact_newest=bool(scheme.window))
+        kernel, why = choose(facts)
         assert kernel.device in {None, device} and kernel in KERNELS
-        assert (kernel is EAGER) == (why is not None) or device == "xpu"
+        gaps = [earlier.gap(facts) for earlier in KERNELS[: KERNELS.index(kernel)] if earlier.serves(facts)]
+        assert None not in gaps and why == (gaps[-1] if gaps else None)
+        assert kernel is not EAGER or why or device == "xpu"
 
 
 @pytest.mark.parametrize(
