@@ -47,9 +47,18 @@ def defined(module: Path) -> set[str]:
     if not module.is_file():
         return names
     for node in ast.parse(module.read_text()).body:
-        targets = node.targets if isinstance(node, ast.Assign) else [node]
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target if isinstance(node, ast.AnnAssign) else node]
         names |= {getattr(target, "name", getattr(target, "id", "")) for target in targets}
     return names
+
+
+def test_the_guide_names_what_its_files_define() -> None:
+    """``file.py``, ``NAME``, and ``NAME`` of or in ``file.py``, each in backquotes."""
+    text = " ".join((ROOT / "CONTRIBUTING.md").read_text().split())
+    named = [(place, name) for place, names in re.findall(r"`([\w/]+\.py)`((?:, `\w+`)+)", text) for name in re.findall(r"\w+", names)]
+    named += [(place, name) for name, place in re.findall(r"`(\w+)` (?:of|in) `([\w/]+/\w+\.py)`", text)]
+    missing = [(place, name) for place, name in named if not any(name in defined(folder / place) for folder in (ROOT, PACKAGE))]
+    assert len(named) > 12 and not missing
 
 
 def test_the_glossary_says_where_each_word_is_defined() -> None:
