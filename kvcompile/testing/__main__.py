@@ -16,7 +16,7 @@ from kvcompile.testing.suite import LAWS, outcomes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command: 0 where all laws hold, 1 where some are broken, 2 where there is no scheme."""
+    """Run the command; return the exit code: 0 if all laws hold, 1 if some are broken, 2 if there is no scheme."""
     parser = argparse.ArgumentParser(prog="python -m kvcompile.testing", description="Try every law of a scheme on yours.")
     parser.add_argument("scheme", help="a file that defines a scheme, or the name of a registered one")
     parser.add_argument("--law", action="append", metavar="NAME", choices=[law.name for law in LAWS], help="this one only; may be repeated")
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def try_laws(scheme: type[Scheme], names: Sequence[str] | None = None) -> int:
-    """Try laws, all where no names are given, and print a line for each; 1 where one is broken, else 0."""
+    """Try the named laws, or all without names, and print a line for each; return 1 if one is broken, else 0."""
     console, broken = Console(markup=False, highlight=False, soft_wrap=True), 0
     before = time.monotonic()
     for outcome in outcomes(scheme, [law for law in LAWS if not names or law.name in names]):

@@ -16,7 +16,7 @@ from kvcompile.types import SlotSpec
 
 
 def _by_group(scheme: Scheme, x_BKSD: torch.Tensor, spec: SlotSpec, reduce: Callable[..., torch.Tensor]) -> torch.Tensor:
-    """Apply ``reduce`` to every group that shares a scale; float64, at each of its channels."""
+    """Apply ``reduce`` to each group that shares a scale; return its result at every channel of the group, float64 [B, K, S, D]."""
     fmt = scheme.format(spec)
     x = whole_blocks(scheme, x_BKSD / norms_of(scheme, x_BKSD, spec)).to(torch.float64)
     grouped = x.unflatten(-1, (-1, fmt.group)).unflatten(2, (-1, fmt.block))
@@ -28,7 +28,7 @@ def _by_group(scheme: Scheme, x_BKSD: torch.Tensor, spec: SlotSpec, reduce: Call
 
 
 def norms_of(scheme: Scheme, x_BKSD: torch.Tensor, spec: SlotSpec) -> torch.Tensor:
-    """Return what each token is divided by before its groups are looked at, float64 [B, K, S, 1]; 1 without norms, and for zeros."""
+    """Return the norm by which each token is divided before it is encoded, float64 [B, K, S, 1]; 1 without norms, and for zeros."""
     fmt = scheme.format(spec)
     if not fmt.norms:
         return torch.ones(*x_BKSD.shape[:3], 1, dtype=torch.float64, device="cpu")
@@ -37,19 +37,19 @@ def norms_of(scheme: Scheme, x_BKSD: torch.Tensor, spec: SlotSpec) -> torch.Tens
 
 
 def amax_of(scheme: Scheme, x_BKSD: torch.Tensor, spec: SlotSpec) -> torch.Tensor:
-    """Return the largest magnitude that stands behind each channel's scale, float64 [B, K, S, D]."""
+    """Return the largest magnitude in the group of each channel, float64 [B, K, S, D]; a group shares one scale."""
     return _by_group(scheme, x_BKSD, spec, lambda x, *rest: torch.amax(x.abs(), *rest))
 
 
 def largest_of(scheme: Scheme, x_BKSD: torch.Tensor, spec: SlotSpec) -> torch.Tensor:
-    """Return the largest magnitude behind each channel's scale, or in its token where that has a norm, float64 [B, K, S, 1 or D]."""
+    """Return the largest magnitude in each channel's group, or in its token under a scheme with norms, float64 [B, K, S, 1 or D]."""
     if scheme.format(spec).norms:
         return x_BKSD.abs().to(torch.float64).amax(-1, keepdim=True)
     return amax_of(scheme, x_BKSD, spec)
 
 
 def spread_of(scheme: Scheme, x_BKSD: torch.Tensor, spec: SlotSpec) -> torch.Tensor:
-    """Return the largest less the smallest value behind each channel's scale, float64 [B, K, S, D]."""
+    """Return the largest less the smallest value in each channel's group, float64 [B, K, S, D]."""
     return _by_group(scheme, x_BKSD, spec, torch.amax) - _by_group(scheme, x_BKSD, spec, torch.amin)
 
 
@@ -59,7 +59,7 @@ def _function(bound: sympy.Expr) -> Callable[[np.ndarray, np.ndarray, np.ndarray
 
 
 def bound_of(scheme: Scheme, x_BKSD: torch.Tensor, spec: SlotSpec) -> torch.Tensor:
-    """Evaluate the scheme's bound for every channel of x in float64; of a scheme that has one."""
+    """Evaluate the error bound of a scheme that has one, for every channel of x, in float64."""
     amax, spread, norm = amax_of(scheme, x_BKSD, spec), spread_of(scheme, x_BKSD, spec), norms_of(scheme, x_BKSD, spec)
     bound = scheme.bound(spec)
     assert bound is not None, f"{scheme.name} announces no bound"

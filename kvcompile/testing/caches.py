@@ -1,4 +1,4 @@
-"""Laws of caches: a compiled attention fills one of a scheme; it is cropped, reordered, copied and saved as a tensor is, and goes on."""
+"""Laws of compressed caches: a compiled attention fills one, and one that was cropped, reordered, copied or saved can be continued."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def compiled(module: nn.Module, scheme: Scheme, inner: str = "eager") -> Callabl
 
 
 def grown(scheme: Scheme, calls: tuple[int, ...]) -> tuple[Callable[..., Any], list[torch.Tensor], tuple[torch.Tensor, ...]]:
-    """Compile an attention over a growing cache and feed it a sequence; the attention, its cache, and the sequence."""
+    """Compile an attention over a growing cache and run it in ``calls`` on random inputs; return it, its caches, and the inputs."""
     run = compiled(Grown(), scheme)
     given = inputs(fitting(scheme).head_dim, sum(calls))
     past: tuple[torch.Tensor, ...] | None = None
@@ -94,7 +94,7 @@ def grown(scheme: Scheme, calls: tuple[int, ...]) -> tuple[Callable[..., Any], l
 
 
 def hold(scheme: Scheme, caches: list[torch.Tensor], expected: tuple[torch.Tensor, ...], roundings: int = 1) -> None:
-    """Hold caches to the tokens that they must hold, each rounded ``roundings`` times at most."""
+    """Check that caches decode to the ``expected`` tokens within ``roundings`` times the error bound."""
     for cache, x, role in zip(caches, expected, Role, strict=True):
         made, found = scheme.for_role(role), decoded(cache)
         if found.shape != x.shape:
@@ -114,7 +114,7 @@ def hold(scheme: Scheme, caches: list[torch.Tensor], expected: tuple[torch.Tenso
 
 @law(Over.DEFAULT, "let what a store decodes to be what attention was given, in calls of any length")
 def a_compiled_attention_fills_a_cache(scheme: Scheme) -> None:
-    """Prompt and steps are attended to and held, in a cache of fixed capacity and in one that grows."""
+    """Check the results and the cached tokens of a prompt and steps, over a cache of fixed capacity and over a growing one."""
     _, caches, (_, keys, values) = grown(scheme, (PROMPT, *STEPS))
     hold(scheme, caches, (keys, values))
     width = fitting(scheme).head_dim
@@ -135,7 +135,7 @@ def a_compiled_attention_fills_a_cache(scheme: Scheme) -> None:
 
 @law(Over.DEFAULT, "let the scheme be made again from its fields: dataclasses and enums of plain values, defined in a module")
 def a_saved_cache_comes_back(scheme: Scheme) -> None:
-    """``torch.load``, with ``weights_only`` as by default, gives back what ``torch.save`` wrote; so does a deep copy."""
+    """Check that a cache decodes to the same values after ``torch.save`` and ``torch.load`` (``weights_only``), and after a deep copy."""
     _, caches, _ = grown(scheme, (PROMPT, 1))
     for cache in caches:
         file = io.BytesIO()
@@ -150,7 +150,7 @@ def a_saved_cache_comes_back(scheme: Scheme) -> None:
 
 @law(Over.DEFAULT, "let a token's codes depend on its own batch row alone, and `layout` give every plane its batch rows")
 def a_reordered_cache_holds_its_rows(scheme: Scheme) -> None:
-    """Rows that are selected, as beams are, hold what they held, and a step goes on from them."""
+    """Check that batch rows selected by ``index_select``, as for beams, decode unchanged, and that a step extends them."""
     run, caches, (q, keys, values) = grown(scheme, (PROMPT, 1))
     rows = torch.tensor([2, 0, 0], device="cpu")
     before = [decoded(cache) for cache in caches]
@@ -165,7 +165,7 @@ def a_reordered_cache_holds_its_rows(scheme: Scheme) -> None:
 
 @law(Over.DEFAULT, "encode a block once its last token is there, from the originals that the window keeps of it")
 def a_cropped_cache_goes_on(scheme: Scheme) -> None:
-    """Tokens that are taken back, as of a refused draft, are forgotten, and others take their place."""
+    """Check that tokens cropped from a cache, such as a rejected draft, are replaced by the next tokens."""
     if scheme.in_order and not (scheme.window or scheme.for_role(Role.KEY).window):
         return
     run, caches, (q, keys, values) = grown(scheme, (PROMPT, CROPPED, 1))

@@ -1,4 +1,4 @@
-"""Law of printed expressions: what kernels print of ``unpack`` gives, compiled, what ``unpack`` gives, for every word."""
+"""Law of printed expressions: the C++ printed from a format's ``unpack`` gives the values of ``unpack``."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def cpp_source(formats: Sequence[KernelFormat]) -> str:
 
 
 def compare(fmt: KernelFormat, part: int, words: torch.Tensor, out: torch.Tensor, what: str) -> None:
-    """Hold what ``what`` made of words to what ``unpack`` makes of them; codes of NaN, which stand under a scale of NaN alone, excepted."""
+    """Check that ``out``, computed by ``what``, equals ``unpack`` of the words; except codes of NaN, which occur under a NaN scale only."""
     eager = fmt.unpack(words, part)
     finite = eager.isfinite()
     if not int(finite.sum()) >= len(words) - 2:
@@ -90,7 +90,7 @@ def compiled(source: str) -> ctypes.CDLL:
 
 @law(Over.DEFAULT, "write `unpack` with >> << & | ^ + - *, .to and .view alone, the same whatever tensor it is given")
 def printed_expressions_equal_unpack(scheme: Scheme) -> None:
-    """The C++ that is printed of ``unpack`` gives its values for all words; Triton's can be printed."""
+    """Check that C++ printed from ``unpack`` gives its values for all tried words, and that Triton can be printed."""
     found = formats(scheme)
     for fmt in found:
         for part in range(fmt.parts):

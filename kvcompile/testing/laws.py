@@ -1,4 +1,4 @@
-"""A law: what every scheme must hold, tried on one setting of it, and how it says what it found."""
+"""Law: a property that every scheme must have, tried on one setting, with the error that reports a violation."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def law(over: Over, todo: str) -> Callable[[Callable[[Scheme], None]], Law]:
 
 
 def _spelled(scheme: Scheme) -> str:
-    """The text of a scheme, or its class's name where it cannot even say that."""
+    """Return the text of a scheme, or its class's name if ``spec`` raises."""
     try:
         return scheme.spec()
     except Exception:  # noqa: BLE001 - a broken scheme must not hide which law it breaks
@@ -93,18 +93,18 @@ def _spelled(scheme: Scheme) -> str:
 
 
 def settings_of(scheme: type[Scheme]) -> tuple[Scheme, ...]:
-    """The variants of a scheme's class, as keys and as values where those differ."""
+    """Return the distinct variants of a scheme's class for keys and for values."""
     return tuple(dict.fromkeys(variant.for_role(role) for variant in scheme.variants() for role in Role))
 
 
 def bounded(scheme: Scheme) -> bool:
-    """Whether a scheme announces a bound on its error."""
+    """Return whether a scheme announces a bound on its error."""
     return scheme.bound(SlotSpec(1, 128, torch.float32, Role.KEY)) is not None
 
 
 @contextlib.contextmanager
 def known(scheme: type[Scheme]) -> Iterator[None]:
-    """A scheme's class can be parsed by its name, as operations do; one that nobody registered is forgotten afterwards."""
+    """Register a scheme's class under its name for a ``with`` block, so that operations can parse it; then restore the registry."""
     if not (isinstance(scheme, type) and issubclass(scheme, Scheme)):
         raise BadScheme(expected="a class that derives from kvcompile.Scheme", found=scheme)
     before = BY_NAME.get(scheme.name)

@@ -1,4 +1,4 @@
-"""Laws of ``encode`` and ``decode``: bounds, exact zeros, what spoils a value and what does not, and which tokens share a scale."""
+"""Laws of ``encode`` and ``decode``: error bounds, exact zeros, NaN and Inf, independent blocks, strides, and the format."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RESCALE = (
 
 @law(Over.BOUNDED, "announce in `bound` what `encode` and `decode` really do, rounding of the stored scale included")
 def round_trip_is_within_the_bound(scheme: Scheme) -> None:
-    """|x - decode(encode(x))| is at most ``bound``, for every head dim that ``check`` lets through."""
+    """Check that |x - decode(encode(x))| is at most ``bound``, for every head dim that ``check`` accepts."""
     for head_dim in widths(scheme):
         if not holds(scheme, slot(head_dim=head_dim)):
             _refuses(scheme, head_dim)
@@ -37,7 +37,7 @@ def round_trip_is_within_the_bound(scheme: Scheme) -> None:
 
 
 def _refuses(scheme: Scheme, head_dim: int) -> None:
-    """A slot that a scheme cannot hold is refused by an error that names the head dim."""
+    """Check that ``check`` raises an error with the head dim for one that the scheme cannot hold."""
     try:
         scheme.check(slot(head_dim=head_dim))
     except SchemeError as error:
@@ -47,7 +47,7 @@ def _refuses(scheme: Scheme, head_dim: int) -> None:
 
 @law(Over.BOUNDED, "announce a smaller bound: errors of real values come nowhere near it, so it says nothing to a user")
 def bound_is_not_vacuous(scheme: Scheme) -> None:
-    """Some error of many values is at least half of its bound."""
+    """Check that the largest error of many values is at least half of its bound."""
     spec = fitting(scheme)
     x = normal(3, 2, 1000, spec.head_dim)
     bound = bound_of(scheme, x, spec)
@@ -57,7 +57,7 @@ def bound_is_not_vacuous(scheme: Scheme) -> None:
 
 
 def within(scheme: Scheme, x: torch.Tensor, spec: SlotSpec) -> None:
-    """Hold every channel of ``x`` [1, 1, S, D] within its bound; beyond ``largest`` it may be NaN or Inf but no wrong number."""
+    """Check the round trip of ``x`` [1, 1, S, D] against its bound, by channel; beyond ``largest`` NaN or Inf is allowed instead."""
     amax = largest_of(scheme, x, spec).expand(x.shape)
     found = round_trip(scheme, x, spec)
     fine = (found - x.to(torch.float64)).abs() <= bound_of(scheme, x, spec)
@@ -69,7 +69,7 @@ def within(scheme: Scheme, x: torch.Tensor, spec: SlotSpec) -> None:
 
 
 def _each_within(scheme: Scheme, x_SD: torch.Tensor, spec: SlotSpec) -> None:
-    """Hold tokens within their bounds, none of which shares a scale with another: zeros fill the block of each."""
+    """Check each token within its bound, in a block of its own filled with zeros, so that no two share a scale."""
     x_SD = x_SD[torch.isfinite(x_SD).all(-1)]
     blocks = torch.nn.functional.pad(x_SD.unsqueeze(1), (0, 0, 0, scheme.block - 1))
     # Where a write has one scale each has one token; some will do, and of long blocks some as well.
@@ -79,7 +79,7 @@ def _each_within(scheme: Scheme, x_SD: torch.Tensor, spec: SlotSpec) -> None:
 
 @law(Over.BOUNDED, RESCALE)
 def any_magnitude_stays_within_the_bound(scheme: Scheme) -> None:
-    """Values of each magnitude that float32 has, with an outlier of another: denormal scales, and scales that overflow."""
+    """Check the bound on values of every magnitude of float32 with an outlier of another, so that scales are denormal or overflow."""
     spec = fitting(scheme, heads=1)
     base, outlier = torch.meshgrid(torch.tensor(FLOAT32_STEPS, device="cpu"), torch.tensor(OUTLIER_STEPS, device="cpu"), indexing="ij")
     generator = torch.Generator().manual_seed(3)
@@ -94,7 +94,7 @@ def any_magnitude_stays_within_the_bound(scheme: Scheme) -> None:
 
 @law(Over.BOUNDED, "round to the nearest level; a value halfway between two may go to either")
 def ties_stay_within_the_bound(scheme: Scheme) -> None:
-    """Values halfway between neighboring levels of a scale that is a power of two."""
+    """Check the bound on values halfway between two neighboring levels, under scales that are powers of two."""
     spec, rows = fitting(scheme, heads=1), []
     generator = torch.Generator().manual_seed(4)
     for qmax in (7, 127, 448):
@@ -107,14 +107,14 @@ def ties_stay_within_the_bound(scheme: Scheme) -> None:
 
 @law(Over.SETTINGS, RESCALE)
 def range_covers_float16(scheme: Scheme) -> None:
-    """A cache of a half-precision model is within the range that the bound speaks of."""
+    """Check that the bound covers every float16: ``largest`` is at least the dtype's maximum."""
     if scheme.largest < torch.finfo(torch.float16).max:
         unlike(f"`largest` of {torch.finfo(torch.float16).max} or more", scheme.largest)
 
 
 @law(Over.SETTINGS, "let `layout` announce the planes that `encode` returns: as many, in its order, of its widths, rows and dtypes")
 def encode_returns_the_planes_of_the_layout(scheme: Scheme) -> None:
-    """``encode`` returns a tensor [B, K, S or S / block, width] for every plane that grows."""
+    """Check that ``encode`` returns one tensor [B, K, S or S / block, width] for each growing plane of the layout."""
     for dtype in DTYPES:
         spec = fitting(scheme, dtype)
         announced = scheme.layout(spec).planes[: scheme.layout(spec).encoded]
@@ -128,7 +128,7 @@ def encode_returns_the_planes_of_the_layout(scheme: Scheme) -> None:
 
 @law(Over.SETTINGS, "give a group whose values are all the same a scale that is not divided by, and codes that decode to them")
 def zeros_come_back_as_zeros(scheme: Scheme) -> None:
-    """Zeros of both signs decode to zero."""
+    """Check that encoded zeros of both signs decode to zero."""
     for dtype in DTYPES:
         spec = fitting(scheme, dtype)
         zeros = torch.zeros(2, spec.heads, 5, spec.head_dim, dtype=dtype, device="cpu")
@@ -140,7 +140,7 @@ def zeros_come_back_as_zeros(scheme: Scheme) -> None:
 
 @law(Over.SETTINGS, "make the scale of a group NaN where a value of it is NaN or Inf: a code has no room for either, and must not hide it")
 def nan_and_inf_never_become_numbers(scheme: Scheme) -> None:
-    """A NaN or Inf that goes in comes out, as does what shares its scale; nothing else changes."""
+    """Check that NaN or Inf in one value never decodes to a number, and that only values that share its scale change."""
     for dtype in DTYPES:
         spec = fitting(scheme, dtype)
         clean = normal(3, spec.heads, 9, spec.head_dim, dtype=dtype)
@@ -166,7 +166,7 @@ def nan_and_inf_never_become_numbers(scheme: Scheme) -> None:
 
 @law(Over.SETTINGS, "let codes depend on values of their own block and head alone, or say otherwise by `block` and `by_token`")
 def a_block_is_encoded_alone(scheme: Scheme) -> None:
-    """Loud values in other rows, heads and blocks change no code of a block."""
+    """Check that large values in other rows, heads and blocks change no code of a block."""
     spec, block = fitting(scheme), scheme.block
     x = normal(3, spec.heads, 9 * block, spec.head_dim)
     loud = x.clone()
@@ -186,7 +186,7 @@ def a_block_is_encoded_alone(scheme: Scheme) -> None:
 
 @law(Over.SETTINGS, "use operations that go by shape, not by memory: projections hand over [B, S, K, D] with two dims exchanged")
 def strides_do_not_matter(scheme: Scheme) -> None:
-    """Codes of a view are those of its contiguous copy."""
+    """Check that a transposed view and its contiguous copy have equal codes."""
     spec = fitting(scheme)
     x_BKSD = normal(2, 3 * scheme.block, spec.heads, spec.head_dim).transpose(1, 2)
     for index, (a, b) in enumerate(zip(scheme.encode(x_BKSD), scheme.encode(x_BKSD.contiguous()), strict=True)):
@@ -196,7 +196,7 @@ def strides_do_not_matter(scheme: Scheme) -> None:
 
 @law(Over.DEFAULT, "leave `decode` as it is and change `format`: kernels decode by the format alone")
 def decode_is_what_the_format_says(scheme: Scheme) -> None:
-    """``decode`` gives what its base makes of ``format``, which is what kernels are printed from."""
+    """Check that ``decode`` equals ``Scheme.decode``, which follows ``format``, as printed kernels do."""
     spec = fitting(scheme)
     if scheme.attention != Scheme.attention:
         return
@@ -207,5 +207,5 @@ def decode_is_what_the_format_says(scheme: Scheme) -> None:
 
 
 def halves(scheme: Scheme) -> tuple[Scheme, ...]:
-    """Return the scheme of keys, and that of values where it is another one."""
+    """Return the scheme of keys and, if it differs, the scheme of values."""
     return tuple(dict.fromkeys(scheme.for_role(role) for role in Role))

@@ -1,4 +1,4 @@
-"""A small attention over encoded tokens, and the same in float64 over what their codes stand for.
+"""Problem: a small attention over encoded tokens, and its reference in float64 over the decoded tokens.
 
 The reference sees the decoded keys and values, so that quantization error never hides the operation's own.
 """
@@ -128,7 +128,7 @@ class Problem:
         )
 
     def check(self, **operands: Any) -> torch.Tensor:
-        """Hold the operation to the reference, exactly in float64 and within rounding in the model's dtype; returns its result."""
+        """Check ``attend``, and its body in float64, against the reference within rounding; return the result of ``attend``."""
         found, wanted = attend(*self.arguments(**operands)), self.wanted(**operands)
         if found.dtype != self.dtype or found.shape != wanted.shape:
             unlike(f"a result {tuple(wanted.shape)} in {self.dtype}", f"{tuple(found.shape)} in {found.dtype}")

@@ -20,7 +20,7 @@ def slot(heads: int = 2, head_dim: int = 64, dtype: torch.dtype = torch.float32,
 
 
 def holds(scheme: Scheme, spec: SlotSpec) -> bool:
-    """Whether a scheme can hold a slot at all."""
+    """Return whether a scheme can hold a slot at all."""
     try:
         scheme.check(spec)
     except SchemeError:
@@ -40,7 +40,7 @@ def widths(scheme: Scheme) -> tuple[int, ...]:
 
 
 def whole_write(scheme: Scheme) -> bool:
-    """Whether everything that is written together shares a scale."""
+    """Return whether all tokens of one write share a scale."""
     return not scheme.by_token and scheme.block == 1
 
 

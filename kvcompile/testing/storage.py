@@ -1,4 +1,4 @@
-"""Laws of a scheme's store: bytes, what an append writes and what it leaves alone, and what is read back."""
+"""Laws of a scheme's store: its bytes, the slots that an append writes, and the tokens that decode from it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def of_row(plane: torch.Tensor, row: int) -> torch.Tensor:
 
 @law(Over.SETTINGS, "let `layout` announce every plane, with the rows that it has in a page of 64 tokens, and `bits_per_value` its bytes")
 def bytes_announced_are_bytes_allocated(scheme: Scheme) -> None:
-    """A store takes the bytes that the layout says, after it grew and after it was cleared too."""
+    """Check that a store's allocated bytes are those of its layout, also after growing and after clearing."""
     for head_dim in widths(scheme):
         for (batch, heads, tokens), dtype in zip(SHAPES, (*DTYPES, *DTYPES), strict=True):
             spec = slot(heads, head_dim, dtype)
@@ -82,7 +82,7 @@ def _bytes(scheme: Scheme, spec: SlotSpec, batch: int, tokens: int) -> None:
 
 @law(Over.SETTINGS, "let codes of zeros, with scales of zeros, decode to zero")
 def untouched_store_reads_as_zero(scheme: Scheme) -> None:
-    """A store that nothing was written to decodes to zeros."""
+    """Check that a new store decodes to zeros."""
     spec = fitting(scheme)
     store = Store(StoreSpec(spec, scheme, scheme.layout(spec)), 2, CPU, 2)
     found = decode(store, 100)
@@ -92,7 +92,7 @@ def untouched_store_reads_as_zero(scheme: Scheme) -> None:
 
 @law(Over.SETTINGS, "let a token's codes depend on its block alone: a decode step must write what a prompt would have written")
 def append_in_pieces_equals_append_at_once(scheme: Scheme) -> None:
-    """Tokens written one by one, over ends of blocks and pages, make the bytes that one write makes; nothing behind them is touched."""
+    """Check that tokens written in pieces, across blocks and pages, give the bytes of one write, and that later slots stay untouched."""
     tokens, pages = sum(PIECES), 4
     for dtype in DTYPES:
         spec = fitting(scheme, dtype)
@@ -114,7 +114,7 @@ def append_in_pieces_equals_append_at_once(scheme: Scheme) -> None:
 
 @law(Over.SETTINGS, "let a token's codes depend on its own batch row alone")
 def rows_are_written_at_their_own_positions(scheme: Scheme) -> None:
-    """A batch whose rows are at different positions is written as each row alone would be."""
+    """Check that rows of a batch at different positions are written as each row is alone."""
     spec = fitting(scheme)
     x = normal(3, spec.heads, 2, spec.head_dim)
     pos = torch.tensor([[0, 1], [63, 64], [127, 5]], device=CPU)
@@ -140,7 +140,7 @@ def store_error(scheme: Scheme, store: Store, x: torch.Tensor) -> torch.Tensor:
 
 @law(Over.SETTINGS, "let `rotation` and `encode` agree: `encode` takes rotated channels, and a store returns them as the model has them")
 def a_store_returns_tokens_as_the_model_has_them(scheme: Scheme) -> None:
-    """First and newest tokens come back as they were, others within what a rotation makes of the bounds of its channels."""
+    """Check that a store returns sinks and window tokens unchanged up to the rounding of a rotation, and others within the error bound."""
     spec, tokens = fitting(scheme), 3 * PAGE + 7
     layout = scheme.layout(spec)
     store = Store(StoreSpec(spec, scheme, layout), 2, CPU, pages_for(tokens))

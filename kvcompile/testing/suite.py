@@ -19,7 +19,7 @@ COMPILED = frozenset(item for item in vars(compiled).values() if isinstance(item
 
 @dataclass(frozen=True)
 class Outcome:
-    """One law of one scheme: the settings it was tried on, how the first that breaks it does, or why none was tried."""
+    """Outcome of one law on one scheme: the number of settings tried, the first violation or None, and why it was left out, if it was."""
 
     law: Law
     tried: int
