@@ -36,8 +36,7 @@ def sum_by_bins(
     """Write the partial sums of one group of channels. Grid: programs; kv heads times groups.
 
     THRESHOLDS: [HEADS, GROUPS, 2^BITS - 1]. OUT: [programs, HEADS, GROUPS, 3, 2^BITS]: sums by level, left of each threshold, and right of
-    it.
-    ``count`` tokens in all, ``tokens`` per batch row.
+    it. ``count`` tokens in all, ``tokens`` per batch row.
     """
     group = tl.program_id(1)
     h, g = (group // GROUPS).to(tl.int64), group % GROUPS

@@ -89,7 +89,7 @@ class ThresholdRows(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Tokens of a program: as many as fill a tile, or one for a decode step."""
+        """Number of tokens per program: as many as fill a tile, or one for a decode step."""
         return tokens_of(self.x, self.x.shape[3], TILE)
 
     def operands(self) -> tuple[object, ...]:

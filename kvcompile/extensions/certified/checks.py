@@ -28,8 +28,7 @@ def rank_fails(
     """Check the order of leading blocks (theorem 7). Returns two flags [B, K, Q]: the order disagrees, and a tail block may enter.
 
     The first flag: the ``rank`` leading blocks by codes are not those by full-precision keys (only with ``agree``). The second: a block of
-    the
-    ``tail`` may have more mass than the last of them.
+    the ``tail`` may have more mass than the last of them.
     ``known``: blocks whose keys are exact, in the window or promoted; ``exact`` has their masses. Without a block of codes in the tail the
     result does not depend on the order, and neither flag is set: ties are ordered by rounding alone.
     """
@@ -58,8 +57,7 @@ def notes_differ(
     """Return whether each block [B, K, N] has a norm above its note, over the tokens ``of``.
 
     ``notes``: noted norms of residuals and of full-precision tokens. A NaN note marks a block with NaN or Inf, which no code represents:
-    there
-    is nothing to compare, and the check passes.
+    there is nothing to compare, and the check passes.
     """
     residual, size = notes
     fine = (norms(originals.to(torch.float64) - decoded.to(torch.float64), of) <= residual) | torch.isnan(residual)

@@ -411,7 +411,7 @@ class DeviceStep:
         )
 
     def rounding(self) -> dict[str, float | int]:
-        """Return the constants of the result: its rounding, its width, and the partial results to load at a time."""
+        """Return the kernel constants of the output, by name: its rounding errors, its channels, and the partial results per load."""
         width, dtype = self.value_dim, self.q.dtype
         return dict(
             OUT_UNIT=head_bounds.OUTPUT_UNIT[dtype], OUT_TINY=head_bounds.OUTPUT_TINY[dtype] * math.sqrt(width), DV=width,

@@ -45,7 +45,7 @@ class BlockRanking(NamedTuple):
     place: torch.Tensor
 
     def behind(self, amounts: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the amounts from each rank on."""
+        """Return, for each rank, the sum of ``amounts`` over the blocks of that rank and later ones, [..., N]."""
         return amounts.gather(-1, self.block).flip(-1).cumsum(-1).flip(-1)
 
 

@@ -182,17 +182,17 @@ class Buckets:
 
     @property
     def rows(self) -> int:
-        """Batch rows."""
+        """Number of batch rows."""
         return self.ends.shape[1]
 
     @property
     def heads(self) -> int:
-        """Kv heads K."""
+        """Number of kv heads, K."""
         return self.entering[0].shape[2]
 
     @property
     def head_dim(self) -> int:
-        """Channels D."""
+        """Number of channels per head, D."""
         return self.entering[0].shape[-1]
 
     @functools.cached_property

@@ -152,8 +152,7 @@ def turned(x: torch.Tensor) -> torch.Tensor:
     run.
 
     A block's size is the largest power of two that divides a run. Computed as sums of two elements each, so that a token's rounding does
-    not
-    depend on the other tokens of the tensor.
+    not depend on the other tokens of the tensor.
     """
     y = runs(x.to(torch.float32))
     order = y.shape[-1] & -y.shape[-1]

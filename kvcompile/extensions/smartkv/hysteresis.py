@@ -73,8 +73,7 @@ def decide(
     """Return the new levels, int8 [R, T], and the updated state of decisions.
 
     ``before`` and ``decided``: the results of the last call, grown by the tokens that came since. A row is allocated without hysteresis if
-    the
-    held tokens exceed its bytes, or if they cost more than ``hysteresis.costs`` of its utility.
+    the held tokens exceed its bytes, or if they cost more than ``hysteresis.costs`` of its utility.
     """
     there = bounds.high >= 0
     ranks = percentiles(importance_RT, there)

@@ -95,8 +95,7 @@ class Movement(Protocol):
         """Write codes, scales and positions of all tokens below T into the planes of ``into``, as ``order`` says.
 
         ``first``: the value of the slot's plane ``first``. Tokens never become wider, except those of ``order.again``, whose codes may be
-        anything
-        here: they are overwritten later.
+        anything here: they are overwritten later.
         """
 
 

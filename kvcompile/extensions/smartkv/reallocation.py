@@ -70,7 +70,7 @@ def drifted(scheme: Rules, importance_LBTw: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=1024)
 def interval(scheme: Rules, slot: SlotSpec, rows: int, count: int, layer: int) -> int:
-    """Return the steps from an allocation of ``count`` tokens to the next: the clock's, or fewer if pages would exceed the budget."""
+    """Return the number of steps between two allocations, from ``count`` tokens on: the clock's, or fewer to stay within the budget."""
     steps = clock.interval(layer, count, scheme.interval)
     needed = _needed(scheme, slot, count)
     if steps <= PAGE or spendable(scheme, slot, rows, count, layer, steps) >= needed:
@@ -168,8 +168,7 @@ class _BatchDecision:
     """The decision of L layers: levels int8 and indices int32 [L, B, T], both planes ``ends``, new rows of ``before`` and ``decided``.
 
     ``numbers`` [L, n]: settled tokens that change, those that become wider, refused promotions, and the indices where buckets end, row by
-    row;
-    with tier 2 also the re-encoded tokens of keys and of values, by row and level. ``before``: the levels until now.
+    row; with tier 2 also the re-encoded tokens of keys and of values, by row and level. ``before``: the levels until now.
     """
 
     levels: torch.Tensor

@@ -56,7 +56,7 @@ class Rules(Protocol):
 
     @property
     def levels(self) -> Ladder:
-        """The levels that a token may have."""
+        """The ladder of levels; a token's level sets the widths of its key and its value."""
         ...
 
     @property

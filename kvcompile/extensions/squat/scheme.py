@@ -234,8 +234,7 @@ class Squat(Kivi):
         """Return None if queries move the keys: the error then depends on them, not only on the group's values.
 
         The stored planes give another bound: with e the errors of the codes, each within ``radius``, k' - k = e (I + moves). Certificates
-        use
-        that (``error_feedback_plane``).
+        use that (``error_feedback_plane``).
         """
         return None if self.calibrates(slot) else super().bound(slot)
 

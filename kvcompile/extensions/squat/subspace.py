@@ -74,8 +74,7 @@ def eigenvectors(gram: torch.Tensor) -> torch.Tensor:
     """Return the eigenvectors of a positive semidefinite matrix as columns, largest eigenvalue first, float64 [..., D, D].
 
     Orthogonal iteration: columns are multiplied by the matrix and made orthonormal by the Cholesky factor of their products. Eigenvectors
-    of
-    nearly equal eigenvalues may stay mixed; the columns are always orthonormal to float64.
+    of nearly equal eigenvalues may stay mixed; the columns are always orthonormal to float64.
     """
     exact = gram.to(torch.float64)
     identity = torch.eye(exact.shape[-1], dtype=exact.dtype, device=exact.device)

@@ -77,12 +77,12 @@ class StaticRows(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """The channels of a token, rounded up to a power of two."""
+        """Number of channels of a token, rounded up to a power of two."""
         return triton.next_power_of_2(self.x.shape[3])
 
     @property
     def rows(self) -> int:
-        """Tokens of a program: as many as fill a tile, or one for a decode step."""
+        """Number of tokens per program: as many as fill a tile, or one for a decode step."""
         return tokens_of(self.x, self.columns, TILE)
 
     def operands(self) -> tuple[object, ...]:

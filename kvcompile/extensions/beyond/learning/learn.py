@@ -73,10 +73,9 @@ def learn(
 
     ``batches``: token ids [B, S], or mappings with ``input_ids`` and optionally ``loss_mask``; they are used once, and batches of fewer
     sequences than ``settings.batch`` are pieces of one step. ``validation``: held-out batches of the same kind; the tables of its lowest
-    loss are returned, or the last ones without validation. ``loss``: (model, batch) -> (sum, count), next-token loss by default.
-    ``run``: a folder for log, checkpoints and pictures; ``resume``: continue from its checkpoint, with the same batches. Ctrl-C ends
-    learning
-    and keeps the best. ``report`` is called with the result. Under ``torchrun`` every process passes batches of its own.
+    loss are returned, or the last ones without validation. ``loss``: (model, batch) -> (sum, count), next-token loss by default. ``run``: a
+    folder for log, checkpoints and pictures; ``resume``: continue from its checkpoint, with the same batches. Ctrl-C ends learning and
+    keeps the best. ``report`` is called with the result. Under ``torchrun`` every process passes batches of its own.
     """
     scheme, settings = scheme or Beyond(), settings or LearnSettings()
     if scheme.trained:

@@ -34,9 +34,8 @@ def compare(model: torch.nn.Module, batch: Any, scheme: Beyond, rule: QuantizerC
     """Return the difference of logits between training and serving with uniform tables, relative to the change by quantization.
 
     Returns None if they are not comparable; comparable are batches of token ids, and models that take ``input_ids``, ``past_key_values``
-    and
-    ``use_cache``. Raises ServedOtherwise above ``LARGEST``. Both are compiled to eager operators, and ``torch.compiler.reset`` then removes
-    them from Dynamo, which keeps few versions of a model.
+    and ``use_cache``. Raises ServedOtherwise above ``LARGEST``. Both are compiled to eager operators, and ``torch.compiler.reset`` then
+    removes them from Dynamo, which keeps few versions of a model.
     """
     if not _makes_cache(model):
         log.info("training is not compared with serving: %s takes no input_ids, past_key_values and use_cache", type(model).__name__)

@@ -135,8 +135,7 @@ def bound_sums(
 
     READ [rows, N]: blocks whose keys' masses are those of EXACT; VALUES: blocks whose values are from originals; EXPLORED: subset of both.
     SPEND: ``spend_value_budget`` writes the values' terms instead. ALL: READ is [rows]; for flagged rows every encoded block counts from
-    its
-    originals, by their own norms, and other rows are skipped.
+    its originals, by their own norms, and other rows are skipped.
     """
     r = tl.program_id(1)
     blocks = in_fours(blocks)

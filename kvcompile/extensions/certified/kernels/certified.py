@@ -91,7 +91,10 @@ def finite_or_infinite(square):
 
 @triton.jit
 def doubtful(square, note):
-    """Return whether each token's norm may exceed a note, by its float32 square: true if above, close to it or NaN."""
+    """Return whether each token's norm may exceed the stored norm ``note``, from its squared norm ``square`` in float32.
+
+    True also for a norm just below ``note``, within float32's rounding, and for NaN.
+    """
     return (norm_above(square) <= note) == 0
 
 

@@ -171,8 +171,7 @@ def dense_scores(
     """Score every num_programs-th block of each row flagged in FALLS by original keys, and store the largest norm in each block.
 
     Several rows of a kv head write the same norms. EXACT_TOP rises to a row's largest logit. The last program has the block that is encoded
-    in
-    part, and takes the newest tokens' logits into account, by CODED_PEAK. A NaN logit is never the largest, but makes its block's weight
+    in part, and takes the newest tokens' logits into account, by CODED_PEAK. A NaN logit is never the largest, but makes its block's weight
     NaN.
     """
     flag = tl.arange(0, FLAGS)

@@ -224,8 +224,7 @@ def certify(
     """Write one row's result, figures and counters, [rows, ...], and (DENSE) whether it falls back.
 
     RANKED above one: GIVEN has the causes of ranks. STATS [rows, 3]: see ``select_blocks``. For a row that falls back ``finalize``
-    overwrites
-    the result and its bound. EXACT_TOP: the initial value of the maximum in ``dense_scores``.
+    overwrites the result and its bound. EXACT_TOP: the initial value of the maximum in ``dense_scores``.
     """
     r = tl.program_id(0)
     sums, most, left, output, by_keys, by_values, arithmetic = found_of(
@@ -287,8 +286,7 @@ def finalize(
     """Write the results of one kv head's rows that fall back (DENSE); add all its rows to the telemetry (COUNTS_STEPS).
 
     The latter is ``certificate.telemetry.accumulate``. KEY_BYTES and VALUE_BYTES: bytes of a block's originals in host memory, else zero;
-    if
-    they are staged, ``stage_blocks`` counts promoted blocks.
+    if they are staged, ``stage_blocks`` counts promoted blocks.
     """
     pair = tl.program_id(0)
     if DENSE:

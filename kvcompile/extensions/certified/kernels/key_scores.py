@@ -121,7 +121,10 @@ def code_scores(
     q_even, q_odd, size, lows, highs, CODES, STEPS, ZEROS, MU, LOGITS, CHANNELS, PEAK, WEIGHT, row, n, out, of_row,
     SCALE: tl.constexpr, D: tl.constexpr, OF_STEP: tl.constexpr, OF_ZERO: tl.constexpr, OF_ONE: tl.constexpr, PACKED: tl.constexpr,
 ):
-    """Score one encoded block for four rows: logits, their sums, and sum_c |q_c| radius_c. The queries are scaled; ``size`` undoes it."""
+    """Store the scores of one encoded block for ROW_TILE rows: LOGITS, their PEAK, the sum of exp relative to it (WEIGHT), and CHANNELS.
+
+    CHANNELS gets sum_c |q_c| radius_c. Queries come divided by ``size``, so results are multiplied by it. NaN if they may overflow.
+    """
     j = tl.arange(0, BLOCK)[:, None]
     c = tl.arange(0, D // 2)
     words = tl.load(CODES + row * (BLOCK * D // 2) + j * (D // 2) + c[None, :])
@@ -241,10 +244,8 @@ def key_scores(
     """Score ``span`` (at most SPAN) blocks of one kv head for ROW_TILE rows: logits, each block's masses, deviations and notes.
 
     The last program of a head has the blocks with newest tokens; it measures mu and nu of those wholly in the window. It also writes the
-    other
-    kernels' inputs: AT, each row's sink in float32, the norm of its query, and DAMAGED = 0. Every block of the planes is written; those
-    that a
-    row does not see get no mass.
+    other kernels' inputs: AT, each row's sink in float32, the norm of its query, and DAMAGED = 0. Every block of the planes is written;
+    those that a row does not see get no mass.
     """
     pair = tl.program_id(1)
     b = (pair // K).to(tl.int64)

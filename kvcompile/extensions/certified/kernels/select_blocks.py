@@ -120,7 +120,7 @@ def shares_of_row(
     PEAK, WEIGHT, DELTA, NOTES, TOP, ORDER, SURE, TERM, VALUES, blocks, high, low, base, sink, V_TOL: tl.constexpr, WIDEN: tl.constexpr,
     CERTAIN: tl.constexpr, CHUNK: tl.constexpr,
 ):
-    """Write the amounts that decide the promotion of one row's blocks, and its TOP; return the number of candidates, and an edge.
+    """Write, for the blocks of one row, shares of mass (ORDER), SURE and TERM, and its TOP; return the number of candidates, and an edge.
 
     The pointers are to the row's own entries. The edge: int32 bits that none of the row's ORDER reaches.
     """
@@ -244,9 +244,8 @@ def select_blocks(
     """Choose the blocks of one row that are promoted to original keys, the others that are read to be checked, and the promoted values.
 
     Keys: the least number of largest shares, from LEAST to MOST, such that the shares of the rest sum to at most COVER. More, up to
-    MOST_WIDENED, if that makes the rest at most COVER of the exact mass too (CERTAIN), and so that the rest adds at most BUDGET to the
-    key bound (WIDEN). COVER below zero: all. EXPLORE: other blocks whose draw, of 2^32, is below it are read too; they are flagged in
-    EXPLORED,
+    MOST_WIDENED, if that makes the rest at most COVER of the exact mass too (CERTAIN), and so that the rest adds at most BUDGET to the key
+    bound (WIDEN). COVER below zero: all. EXPLORE: other blocks whose draw, of 2^32, is below it are read too; they are flagged in EXPLORED,
     and in CHOSEN like promoted ones. VALUES: blocks that may add more than V_TOL to the value bound, and explored ones.
 
     LIST [rows, N] holds the LISTED blocks of CHOSEN in their order. STATS [rows, 3]: whether widened, the tail's mass, the number of

@@ -63,8 +63,7 @@ def given(holds, place, misses, before, turn, free, count):
     """Assign missing blocks to evictable slots. Returns each block's slot + 1, and for each slot the block to copy in, -1 for none.
 
     ``before``: missing blocks of the set in earlier chunks; ``count``: missing blocks of the set in all. A block to copy in is an index in
-    the
-    chunk.
+    the chunk.
     """
     i = tl.arange(0, CHUNK)
     slot = tl.arange(0, SET)

@@ -36,7 +36,10 @@ def reaching(ORDER, blocks, edge, CHUNK: tl.constexpr):
 
 @triton.jit
 def below(ORDER, AMOUNT, blocks, edge, CHUNK: tl.constexpr):
-    """Return the sum (float64) of the candidates' amounts below an edge, the number of entries that reach it, and the largest amount."""
+    """Return (sum, count, largest) at an edge: over candidates with keys below it, the sum (float64) and the largest of AMOUNT.
+
+    ``count``: the number of candidates with keys at or above the edge.
+    """
     i = tl.arange(0, CHUNK)
     count = tl.zeros([CHUNK], tl.int32)
     amounts = tl.zeros([CHUNK], tl.float64)
@@ -111,8 +114,7 @@ def certain_count(
     """Return how many blocks to promote so that the rest is at most COVER of the exact mass too; 0 without a need or a way.
 
     There is no need if ``count`` blocks, those that reach ``edge``, are enough, and no way if MOST_WIDENED are not. SURE: upper bounds on
-    exact
-    shares. One pass suffices without a need, or if the further blocks, at the largest remaining share each, could not close the gap.
+    exact shares. One pass suffices without a need, or if the further blocks, at the largest remaining share each, could not close the gap.
     """
     sure = available * 0
     left, _reach, largest = below(ORDER, SURE, blocks, edge, CHUNK)
@@ -135,8 +137,7 @@ def leading(
     """Return edge, ties, tied, widened. Leading are the entries that reach the edge, and the first ``ties`` of those equal to ``tied``.
 
     ``available``: number of candidates; ``top``: an edge that none reaches. With COVER >= 1 the rest may hold everything; with COVER < 0
-    all
-    candidates lead. LEAST, MOST and MOST_WIDENED limit their number.
+    all candidates lead. LEAST, MOST and MOST_WIDENED limit their number.
     """
     nothing = available * 0
     low, reach_low, high, reach_high = nothing, available, top, nothing

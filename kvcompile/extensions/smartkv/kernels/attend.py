@@ -76,10 +76,8 @@ def _attended(
 
     ``state``: sums, running maximum, total, largest score, reference. ``places``: first, stop, then four entries. For a bucket: the offset
     from an index to the head's token number; the bytes of the low part of 3-bit codes, divided by C; a pointer to positions; whether
-    positions
-    are needed. For entering tokens: the head's first token in a page; tokens of a page over all rows and heads; the position of the first;
-    the
-    last is unused. The loop carries pointers, which cuts compile time to a fraction.
+    positions are needed. For entering tokens: the head's first token in a page; tokens of a page over all rows and heads; the position of
+    the first; the last is unused. The loop carries pointers, which cuts compile time to a fraction.
     """
     TILE: tl.constexpr = WIDE if KEY_BITS == 8 or VALUE_BITS == 8 else 32 if DOT == tl.float32 else 64
     first, stop, begin, whole, where, asks = places

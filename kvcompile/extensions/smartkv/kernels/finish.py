@@ -26,8 +26,7 @@ def _whole(STATS, SINKS, at, there, head, R: tl.constexpr, SPLITS: tl.constexpr,
     """Merge the splits of the rows whose statistics begin at STATS + ``at``. Returns each split's factor, total, largest score, base.
 
     The factors are [SPLITS, rows]; the total includes the head's sink; the largest score is over all splits. Factors and totals are in
-    units
-    of exp2(base - LIFT).
+    units of exp2(base - LIFT).
     """
     at = at[None, :] + tl.arange(0, SPLITS)[:, None]
     tops = tl.load(STATS + at + R * SPLITS, mask=there[None, :], other=float("-inf"))

@@ -81,10 +81,8 @@ def calibrate(
 
     ``batches``: token ids [B, S], or mappings of the model's arguments; tokens that an ``attention_mask`` [B, S] masks do not count.
     ``granularity``: one scale for the keys and one for the values of each layer (tensor), or one per kv head (head). A scale covers the
-    largest
-    magnitude, or with ``percentile`` that percentage of the values, times ``margin``; values beyond are clipped. ``report`` is called with
-    the
-    findings and the clipped shares of ``batches``, which then run twice, and of ``validation``.
+    largest magnitude, or with ``percentile`` that percentage of the values, times ``margin``; values beyond are clipped. ``report`` is
+    called with the findings and the clipped shares of ``batches``, which then run twice, and of ``validation``.
     """
     options = CalibrationOptions.of(scheme, granularity, percentile, margin)
     held = list(batches)

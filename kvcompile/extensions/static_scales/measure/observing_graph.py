@@ -94,6 +94,6 @@ class ObservingBackend:
 
 
 def _tokens(emit: Emitter, slot: Slot, role: Role) -> fx.Node:
-    """Emit the tokens [B, K, S, D] of a slot, as its cache would store them."""
+    """Emit the call's new tokens [B, K, S, D] of a slot, as a dense cache would store them."""
     spec, dense = SlotSpec(slot.heads, slot.head_dim, value_of(slot.root).dtype, role), Dense()
     return new_tokens(emit, SlotPlan(slot, role, dense, spec, dense.layout(spec)))
