@@ -20,7 +20,7 @@ def lower_append(*operands: Any) -> None:
 
 
 def lower_append_own(*operands: Any) -> None:
-    """Add the kernel of ``append_own_kernel``."""
+    """Add the kernel of ``append_own_kernel`` to Inductor's graph; the operands are boxes, lists of boxes and constants."""
     lower_launches(own_by_kernel, operands, operands[1])
 
 

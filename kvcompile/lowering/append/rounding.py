@@ -23,7 +23,7 @@ MAGIC = tl.constexpr(12582912.0)
 
 @triton.jit
 def lesser(a, b):
-    """Return the smaller of two numbers, NaN if either is; ``tl.min`` ignores NaN, and a check costs three instructions an element."""
+    """Return the smaller of two numbers, or NaN if either is NaN; for ``tl.reduce``, since ``tl.min`` ignores NaN."""
     return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 

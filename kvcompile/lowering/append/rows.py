@@ -164,7 +164,7 @@ class Rows(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Tokens of a program: as many as fill a tile; 1 for a single new token."""
+        """Number of tokens per program: as many as fill a tile; 1 for a single new token."""
         rule = self.rule
         width = self.x.shape[3] // rule.parts
         return tokens_of(self.x, triton.next_power_of_2(width // rule.group) * triton.next_power_of_2(rule.group), TILE)

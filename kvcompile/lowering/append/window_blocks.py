@@ -43,7 +43,7 @@ MOST_ELEMENTS = 8192
 
 @triton.jit
 def _refused(there, said, s, first, used, ordered, room):
-    """Return the mask of the call's tokens ``s`` that are ``there``, but out of order or beyond the store; ``said``: their positions."""
+    """Return the mask of tokens ``s`` of the call, where ``there``, that are out of order or past the store's end; ``said``: positions."""
     return there & ((ordered & (said == first + s) & (said - used < room)) == 0)
 
 
@@ -212,19 +212,19 @@ class Blocks(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Positions of a program: whole blocks, within one page."""
+        """Number of positions per program: whole blocks, within one page."""
         return rows_of(self.slot)
 
     @property
     def warps(self) -> int:
-        """Warps of a program: one thread for 128 bytes of tokens; 4 with error feedback or norms, which need more registers."""
+        """Number of warps per program: one thread for 128 bytes of tokens; 4 with error feedback or norms, which need more registers."""
         if self.slot.constants()["SUB"]:
             return 4
         return max(1, self.rows * self.slot.x.shape[3] * self.slot.x.element_size() // (32 * 128))
 
     @property
     def copied(self) -> int:
-        """Tokens of the window that one program of the second launch copies."""
+        """Number of window tokens that one program of the second launch copies."""
         return min(self.slot.window.shape[3], self.rows)
 
     @property
@@ -277,9 +277,10 @@ def fits(slot: WindowSlot) -> bool:
 
 
 def append_window_blocks(slots: Sequence[WindowSlot], launcher: Launcher | None = None) -> list[torch.Tensor]:
-    """Append many tokens to one slot or two of one batch in two launches, as ``append_window_body``; returns the newest tokens of each.
+    """Append many tokens to one slot or two of one batch in two launches, as ``append_window_body``; return each slot's newest tokens.
 
-    Slots must satisfy ``fits``. ``launcher`` None launches at once. The origins used are ``WindowSlot.used``, to be read before.
+    Slots must satisfy ``fits``. ``launcher`` None launches at once. The append overwrites the clock: a caller that needs
+    the origins reads ``WindowSlot.used`` before.
     """
     launcher, batch = launcher or Direct(slots[0].x.device.type == "cuda"), slots[0].x.shape[0]
     assert all(slot.x.shape[0] == batch for slot in slots)

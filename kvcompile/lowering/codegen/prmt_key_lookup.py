@@ -76,7 +76,10 @@ def picked(bits: int, sides: tuple[Codes, Codes], runs: list[str], name: str, at
 
 
 def _selectors(bits: int, sides: tuple[Codes, Codes], first: int, row: int) -> str:
-    """Return PTX for the selectors s, t, u, v, one for each eight levels: both sides' codes in turn, bit 3 set for other levels' codes."""
+    """Return PTX that fills the selectors s, t, u, v, one per block of eight levels, with the codes of token ``row``.
+
+    The low four bits of a byte hold a code of the first side, the high four one of the second. Bit 3 is set for codes of other blocks.
+    """
 
     def nibbles(left: int, one: str, other: str) -> str:
         # The first side's codes go to the lower four bits of a byte, the second side's to the upper four.

@@ -67,7 +67,10 @@ def plane_bytes(bits: int) -> int:
 
 
 def store_planes(bits: int, name: str, at: int, index: str, level: str, lower: int) -> str:
-    """Return a statement that stores integer levels by index as two planes behind byte ``at``; the low byte has ``lower`` bits."""
+    """Return a statement that stores the integer ``level`` as entry ``index`` of a table: its high byte and its low, of ``lower`` bits.
+
+    The table begins at byte ``at`` of the shared memory ``name``: 2^bits high bytes, then as many low ones.
+    """
     body = (
         f"{{ .reg .b32 n, u; mov.u32 n, {name}; add.u32 n, n, $1; shr.u32 u, $2, {lower}; st.shared.b8 [n+{at}], u; "
         f"and.b32 u, $2, {(1 << lower) - 1}; st.shared.b8 [n+{at + (1 << bits)}], u; }}"

@@ -88,7 +88,7 @@ class Tile:
 
     @property
     def rows(self) -> int:
-        """Distinct rows of a tile."""
+        """Number of distinct query rows in a tile."""
         return self.block_r // self.copies
 
 

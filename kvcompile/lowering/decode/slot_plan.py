@@ -93,7 +93,7 @@ class Piece:
 
     @property
     def block(self) -> int:
-        """Columns of the piece's blocks, padding included."""
+        """Number of columns of the piece's blocks, padding included."""
         return self.chunk.block
 
     def unpack(self, word: str, scale: str = "", zero: str = "") -> str:
@@ -239,7 +239,7 @@ class TemplateSlot:
         return tuple(tuple(span) for span in spans)
 
     def lowered(self, piece: Piece) -> int:
-        """Return the octaves by which a FOLDED piece's queries are scaled down, so that its accumulator has one unit."""
+        """Return the number of octaves by which a FOLDED piece's queries are scaled down, so that its accumulator has one unit."""
         return next(span[0] for span in self.spans if piece.power in span) - piece.power
 
     def single_group(self, piece: Piece) -> bool:

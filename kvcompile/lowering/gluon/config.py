@@ -16,7 +16,7 @@ class TileConfig:
 
     @property
     def tile(self) -> int:
-        """Tokens in a tile."""
+        """Number of tokens in a tile."""
         return self.warps * self.tokens
 
 

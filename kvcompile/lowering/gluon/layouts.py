@@ -27,7 +27,7 @@ def powers(count: int) -> list[int]:
 
 @gluon.constexpr_function
 def linear(registers: Any, threads: Any, warps: Any, shape: Any) -> Any:
-    """Return a layout by its register and thread bases; warps are the first dim."""
+    """Return the linear layout of ``shape`` with these register and thread bases; dim 0 is distributed over the warps."""
     rest = [0] * (len(shape) - 1)
     return gl.DistributedLinearLayout(registers, threads, [[step, *rest] for step in powers(warps)], [], shape)
 
@@ -115,7 +115,10 @@ def key_scales(warps: Any, tokens: Any, groups: Any) -> Any:
 
 @gluon.constexpr_function
 def value_scales(warps: Any, tokens: Any, halves: Any, sets: Any) -> Any:
-    """Return the layout of value scales [WARPS, tokens, halves, sets]: with two halves, the upper one in the threads of columns 4 to 7."""
+    """Return the layout of value scales [WARPS, tokens, halves, sets]; ``halves`` and ``sets``: as in ``plan.ValuePlan``.
+
+    With two halves, the threads of columns 4 to 7 hold the scales of rows 8 to 15.
+    """
     registers = [
         *([0, 0, 0, step] for step in powers(sets)), [0, 8, 0, 0], *([0, 16 * step, 0, 0] for step in powers(tokens // 16)),
     ]

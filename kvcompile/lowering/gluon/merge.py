@@ -61,7 +61,7 @@ def write_channels(SUMS, here, halves, each: gl.constexpr, VALUE: gl.constexpr, 
 
 @gluon.jit
 def write_slot(TOPS, slot, m, l, C: gl.constexpr):
-    """Write the subtracted numbers ``m`` and the totals ``l`` of one slot for each warp."""
+    """Write the numbers subtracted from scores ``m`` and the sums of weights ``l`` to TOPS: warp w of the program to slot ``slot`` + w."""
     columns: gl.constexpr = of_columns(C.warps)
     warp = gl.arange(0, C.warps, layout=gl.SliceLayout(1, columns))
     column = gl.arange(0, 8, layout=gl.SliceLayout(0, columns))

@@ -179,7 +179,7 @@ def cut_of(key_scheme: str, value_scheme: str, dim: int) -> TileConfig:
 
 @functools.lru_cache(maxsize=128)
 def key_plan(scheme: str, dim: int, word_dtype: torch.dtype) -> KeyPlan:
-    """Return the plan of a slot of keys. Raises NoFragments."""
+    """Return the plan of a slot of keys. Raises NoFragments for a scheme or head dim that the kernel does not support."""
     fmt = schemes.parse(scheme).format(SlotSpec(1, dim, word_dtype, Role.KEY))
     tricks = _tricks(fmt, dim)
     row = dim // fmt.parts
@@ -204,7 +204,7 @@ def key_plan(scheme: str, dim: int, word_dtype: torch.dtype) -> KeyPlan:
 
 @functools.lru_cache(maxsize=128)
 def value_plan(scheme: str, dim: int, word_dtype: torch.dtype, few_rows: bool) -> ValuePlan:
-    """Return the plan of a slot of values; ``few_rows``: at most four query rows per kv head. Raises NoFragments."""
+    """Return the plan of a slot of values; ``few_rows``: at most four query rows per kv head. Raises NoFragments as ``key_plan`` does."""
     fmt = schemes.parse(scheme).format(SlotSpec(1, dim, word_dtype, Role.VALUE))
     tricks = _tricks(fmt, dim)
     if fmt.block > 1:
@@ -230,7 +230,7 @@ def value_plan(scheme: str, dim: int, word_dtype: torch.dtype, few_rows: bool) -
 
 
 def _tricks(fmt: KernelFormat, dim: int) -> list[BitTrick]:
-    """Return the tricks of both bytes of a pair, at index byte * parts + part. Raises NoFragments."""
+    """Return the tricks of both bytes of a pair, at index byte * parts + part. Raises NoFragments as ``key_plan`` does."""
     if dim not in SIZES:
         raise NoFragments(f"heads of {dim} channels")
     if fmt.norms:

@@ -73,9 +73,9 @@ def said_of(held: int) -> tuple[int, int, bool]:
 
 
 def begins(first: torch.Tensor, kept: torch.Tensor, shown: torch.Tensor) -> torch.Tensor:
-    """Return whether a call that begins at ``first`` sets the rows' origins to ``shown``, its mask's, and drops the ``kept`` ones.
+    """Return, by row, whether a call from position ``first`` takes its mask's origin ``shown`` rather than the stored origin ``kept``.
 
-    True at position 0, and while all tokens so far are padding that the mask hides. The result does not depend on whether ``kept`` is the
+    True at position 0, and while the mask hides all tokens so far as padding. The result does not depend on whether ``kept`` is the
     origin before or after the call, since one program of a kernel may read the clock while another writes it.
     """
     return (first == 0) | ((kept >= first) & (shown >= first))

@@ -49,7 +49,10 @@ class ChunkKernel:
     stages: int
 
     def compiled(self, arch: str) -> dict[str, str | bytes]:
-        """Return ``ttgir``, ``ptx`` and ``cubin`` for an architecture; needs no device. Strides are assumed to be multiples of 16."""
+        """Compile this kernel for architecture ``arch``; return its ``ttgir``, ``ptx`` and ``cubin`` by name. Needs no device.
+
+        Integer arguments outside of ``LOOSE``, strides among them, are assumed to be multiples of 16.
+        """
         kernel = getattr(load_module(self.source, "chunked"), self.name)
         signature = {name: POINTERS[self.pointers[name]] if name in self.pointers else "i32" for name in kernel.arg_names}
         return compile_for(kernel, signature, set(signature) - LOOSE, ARCHITECTURES[arch], self.warps, self.stages)

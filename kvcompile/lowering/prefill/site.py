@@ -14,7 +14,7 @@ from kvcompile.lowering.prefill.tiles import FEWEST_ROWS
 
 
 def many_rows(given: AttendOperands[Any], sizes: Sizes) -> int | None:
-    """Return the query rows of a kv head if they are enough for this template, otherwise None."""
+    """Return the number of query rows of a kv head, or None if they are too few for this template."""
     _, heads, queries, _ = sizes.shape(given.q)
     rows = sizes.hint(queries) * sizes.hint(heads) // sizes.hint(sizes.shape(given.keys[0])[2])
     return None if rows < FEWEST_ROWS or sizes.equals(queries, 1) else rows

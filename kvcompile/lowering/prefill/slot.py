@@ -114,12 +114,12 @@ class TileSlot:
         return f"(({column} // {run}) // {PAIR} * {part} + {PAIR} * ({column} % {run}) + ({column} // {run}) % {PAIR})"
 
     def rows(self, tokens: int) -> int:
-        """Return the rows of scales in a tile of ``tokens``."""
+        """Return the number of rows of scales in a tile of ``tokens`` tokens."""
         return tokens // self.block
 
     @property
     def width(self) -> int:
-        """Columns of the loaded block of scales."""
+        """Number of columns of the loaded block of scales."""
         return self.groups if self.repeated else self.scales
 
     def decode(self, name: str, tokens: int, valid: str | None = None) -> list[str]:

@@ -30,7 +30,7 @@ class TableSlot:
 
     @property
     def row(self) -> int:
-        """Words of a token."""
+        """Number of words per token."""
         return self.dim // self.fmt.parts
 
     def words(self, name: str, plane: str) -> list[str]:
