@@ -148,7 +148,7 @@ def _is_factor(item: Any, node: fx.Node, tokens: int) -> bool:
 
 
 def _is_weights(node: Any) -> bool:
-    """Return whether a node comes from a softmax, or from exponentials divided by their sum, within eight steps."""
+    """Return whether a node comes, within eight steps, from a softmax or from a quotient with an exponential as its dividend."""
     for _ in range(8):
         if op_name(node) in SOFTMAX:
             return True

@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 def nest_joins(graph: fx.Graph) -> None:
-    """Rewrite in place every concatenation of three parts, the last two of which are concatenated elsewhere, as two nested ones."""
+    """Rewrite in place each concatenation of three tensors as two nested ones, if the last two are also concatenated elsewhere."""
     joins = [node for node in graph.nodes if op_name(node) in CONCATENATIONS and len(bind(node)["tensors"]) == 3]
     effects = analyse(graph) if joins else None
     for node in joins:

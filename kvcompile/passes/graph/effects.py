@@ -100,7 +100,7 @@ class Effects:
         return {node for node, owner in self.root.items() if owner is root}
 
     def readers(self, root: fx.Node) -> set[fx.Node]:
-        """Return the nodes that read elements of ``root`` and are not in its family; includes the output node."""
+        """Return the nodes that read elements of ``root``, except its ``family``, splits and reads of sizes; includes the output."""
         family = self.family(root)
         found = set()
         for node in family:

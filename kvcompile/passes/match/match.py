@@ -156,7 +156,10 @@ def _alike(key: SlidingCache | None, value: SlidingCache | None) -> bool:
 
 
 def _check_assembly(attention: Attention, assembly: Assembly) -> tuple[int, int]:
-    """Return (query heads, query heads per kv head in its operands) of an attention over an assembly; raises Miss where slots differ."""
+    """Return (query heads, query heads per kv head in the operands) of an attention over a latent's ``Assembly``.
+
+    Raises Miss where its slots differ in kind, batch size or length, or the query heads are no multiple of the kv heads.
+    """
     found = [slot for slot in assembly.slots if slot is not None]
     for fact, of in (
         ("cached in different ways", lambda slot: slot.kind), ("caches of different batch sizes", lambda slot: hint(slot.batch)),

@@ -67,7 +67,7 @@ def cache_behind(node: fx.Node, effects: Effects) -> fx.Node | None:
 def unrecognised(captured: Captured, effects: Effects, spoken: set[fx.Node]) -> list[fx.Node]:
     """Return products over a cache that no recogniser claimed, without a softmax near them, unless they only rank tokens.
 
-    ``spoken``: the nodes that recognisers claimed.
+    ``spoken``: the nodes that recognisers claimed for sites.
     """
     found = []
     for node in captured.graph.nodes:

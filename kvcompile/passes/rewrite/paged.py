@@ -28,7 +28,7 @@ NOWHERE = -(2**40)
 
 
 def rows_of(site: Site) -> Any:
-    """Return the batch rows of a site, an int or a SymInt, also if heads are flattened into them."""
+    """Return the number of batch rows of a site, an int or a SymInt, also if heads are flattened into them."""
     attention = site.attention
     known = {"H": site.heads, "K": site.heads // site.groups, "G": site.groups, "B": 1}
     inside = math.prod(known[part] for role in attention.q_roles if "B" in role for part in role)

@@ -123,7 +123,7 @@ def _mixed(node: fx.Node) -> Miss:
 
 @dataclass(frozen=True)
 class Naming:
-    """A reading of a product: the role of every letter."""
+    """An assignment of roles to a product's letters (einsum indices), one of several candidates."""
 
     names: dict[str, str]
 

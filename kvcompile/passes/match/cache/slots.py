@@ -148,7 +148,7 @@ def _beside(column: np.ndarray, size: int, left: Columns) -> tuple[tuple[str, ..
 
 
 def axes_of(trail: Trail, read: Read, token_dim: int, first_rows: FirstRows | None = None) -> tuple[Axes, int, Reading]:
-    """Return the root's layout, its kv heads and the reading of the operand; raises Miss where the operand is no plain view of the cache.
+    """Return (the root's axes, its number of kv heads, the operand's reading); raises Miss unless the operand is a plain view of the cache.
 
     ``first_rows``: the rows that are read, where the cache has more; None: all rows.
     """

@@ -68,11 +68,11 @@ class SpanTracer:
         ]
 
     def of(self, node: fx.Node, time: int) -> tuple[TokenSpan, ...]:
-        """Return the spans of a tensor as a node at order ``time`` reads it; raises Unknown."""
+        """Return the spans of a tensor as a node at order ``time`` reads it; raises Unknown where they cannot be traced."""
         return _joined(self._of(node, time))
 
     def _of(self, node: fx.Node, time: int) -> list[TokenSpan]:
-        """Return the spans of a tensor as a node at order ``time`` reads it, neighbours not joined; raises Unknown."""
+        """Return the spans of a tensor as a node at order ``time`` reads it, neighbours not joined; raises Unknown where untraceable."""
         if len(self.chain) > LIMIT or not is_tensor(node) or value_of(node).dim() <= self.dim:
             raise Unknown
         if node in self.sources:
@@ -142,7 +142,7 @@ class SpanTracer:
         return _between(line, start, start + count)
 
     def _range(self, node: fx.Node) -> tuple[Any, Any] | None:
-        """Return (start, count) of a slice along the dim, None for one that takes all of another dim; raises Unknown."""
+        """Return (start, count) of a slice along the dim, None for one that takes all of another dim; raises Unknown for other slices."""
         arguments, parent = bind(node), node.args[0]
         dim = int(arguments["dim"]) % len(sizes(node))
         if arguments.get("step") not in {1, None}:
@@ -169,7 +169,7 @@ class SpanTracer:
         return line
 
     def _apply(self, write: fx.Node, target: fx.Node, node: fx.Node, line: list[TokenSpan], at: int) -> list[TokenSpan]:
-        """Return the spans of ``node`` after one write to ``target``, a view of it; raises Unknown."""
+        """Return the spans of ``node`` after one write to ``target``, a view of it; raises Unknown unless the write replaces a range."""
         start, count = self._place(target, node)
         name, arguments = op_name(write), bind(write)
         if name == "copy_":
@@ -271,7 +271,10 @@ def _between(line: list[TokenSpan], start: Any, end: Any) -> list[TokenSpan]:
 
 
 def _last_of_two(line: list[TokenSpan], start: Any, end: Any) -> list[TokenSpan]:
-    """Return the tokens of two spans from ``start`` to their end, if symbolic sizes leave open the span of ``start``; raises Unknown."""
+    """Return both spans cut to begin at ``start``, where symbolic sizes leave open which one it is in.
+
+    Raises Unknown unless ``end`` is the end of the second.
+    """
     first, second = line
     if not (same(end, first.count + second.count) and at_most(0, start) and at_most(start, end)):
         raise Unknown

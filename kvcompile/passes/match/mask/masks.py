@@ -125,7 +125,8 @@ def _conjuncts(expr: Expr) -> list[Expr]:
 def _sum(expr: Expr, sign: int, form: LinearForm, atoms: list[tuple[int, Expr]]) -> LinearForm:
     """Return ``form`` plus ``sign`` times an expression's linear part.
 
-    Parts that do not depend on the cached position go to ``atoms``, each whole and with its sign. Raises _Carried.
+    Parts that do not depend on the cached position go to ``atoms``, each whole and with its sign. Raises _Carried for
+    fractions and for other operations on that position.
     """
     if expr.op == "num":
         if not expr.number.is_integer():
@@ -143,9 +144,10 @@ def _sum(expr: Expr, sign: int, form: LinearForm, atoms: list[tuple[int, Expr]])
 
 
 def _limit(atoms: list[tuple[int, Expr]], form: LinearForm, wanted: int, offset: Any, effects: Effects) -> Limit:
-    """Return the limit of ``position <= atoms + form``: a tensor of positions, the query's own index or a constant; raises _Carried.
+    """Return the limit of a comparison of positions with ``atoms`` plus ``form``: a tensor of positions, the query's index or a constant.
 
-    ``wanted``: the sign that the limit's terms have in the comparison.
+    ``atoms``: (sign, expression) of the terms that the cached position does not enter. ``form``: the terms linear in axes.
+    ``wanted``: the sign that the terms must have. ``offset``: the constant term. Raises _Carried for every other sum.
     """
     own = form.of("S") * wanted
     offset, amount = _split(offset)
@@ -194,7 +196,7 @@ def _plain(expr: Expr, axis: str, effects: Effects) -> tuple[fx.Node, tuple[str,
 
 
 def _compared(expr: Expr, effects: Effects) -> tuple[bool, Limit]:
-    """Return (whether it is an upper limit, the limit) of a comparison; raises _Carried."""
+    """Return (whether it is an upper limit, the limit) of a comparison; raises _Carried unless it limits the cached position."""
     atoms: list[tuple[int, Expr]] = []
     form = _sum(expr.args[1], -1, _sum(expr.args[0], 1, LinearForm(), atoms), atoms)
     op, side = expr.op, form.of("T")
