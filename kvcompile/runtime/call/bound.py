@@ -163,7 +163,10 @@ class BoundGraph:
         return self._results(results, self._given_back(args), rewritten)
 
     def _prepare(self, call: Call) -> _CallStates:
-        """Return the state of every cache tensor, with the position and number of this call's tokens. Raises LengthsDiffer."""
+        """Return the state of every cache tensor, with the position and number of this call's tokens.
+
+        Raises LengthsDiffer if new keys and values start at different positions.
+        """
         step = _CallStates([], [], [], Undo())
         for form in self.forms:
             state = self.states.find(form, call, self._say_all_encoded)
@@ -192,7 +195,7 @@ class BoundGraph:
                     step.undo.then(parting)
 
     def _go_back(self, step: _CallStates, call: Call) -> None:
-        """Roll every state back to the start of this call's tokens, or none of them. Raises WindowPassed."""
+        """Roll every state back to the start of this call's tokens, or none of them. Raises WindowPassed if a window has lost them."""
         with step.undo:
             for form, state, start in zip(self.forms, step.states, step.starts, strict=True):
                 if form.goes_back(state, start, call):

@@ -114,7 +114,7 @@ class States:
         return reader.read(args) if reader is not None else None
 
     def _adopted(self, form: CacheForm, tensor: torch.Tensor, call: Call, whole: Callable[[CacheForm, torch.Tensor], None]) -> CacheState:
-        """Encode a dense cache that arrives from outside, then free it: one cache tensor at a time. Raises Unsupported."""
+        """Encode a dense cache tensor that arrives from outside, then free it. Raises Unsupported unless it owns its memory, if it must."""
         prior = form.prior(tensor, call)
         owned = handles.can_take_over(tensor)
         if not owned and form.kind.in_place:

@@ -65,7 +65,7 @@ class CacheForm(abc.ABC):
         return max(call.read(size) for size in self.group.reach)
 
     def sees(self, call: Call) -> int:
-        """Return the end of the visible tokens; 0 if no query sees past the newest token. May wait for the device."""
+        """Return the last position that a query sees plus one; 0 if no query sees past the newest token. May wait for the device."""
         del call
         return 0
 
@@ -200,7 +200,7 @@ class CacheForm(abc.ABC):
         return start
 
     def room(self, start: int, count: int, call: Call) -> tuple[int, int | None]:
-        """Return (tokens that a call needs room for, capacity or None). Raises CacheFull."""
+        """Return (tokens that a call needs room for, capacity or None). Raises CacheFull for more new tokens than a fixed capacity."""
         needed = max(start + count, self.reach(call))
         if not self.kind.fixed:
             return needed, None
@@ -255,5 +255,5 @@ class CacheForm(abc.ABC):
         """Return whether the host may assume that a call's tokens follow the previous call's, without reading positions."""
 
     def row(self, count: int, call: Call) -> FastPathSlot:
-        """Return the cache tensor's description for the decode fast path with ``count`` new tokens a step."""
+        """Return the cache tensor's ``FastPathSlot`` for steps of ``count`` new tokens."""
         return FastPathSlot(self.group.argument or 0, self.capacity(call), count, self.slots or 0, self.kind.written)

@@ -29,7 +29,7 @@ class MaskExtent:
         self.shown: dict[MaskTerm, tuple[fx.GraphModule, tuple[int, ...], bool] | None] = {}
 
     def end(self, root: fx.Node, call: Call) -> int:
-        """Return the end of the tokens that any query of a call may see in the cache tensor ``root``."""
+        """Return the last position in the cache tensor ``root`` that any query of a call may see, plus one."""
         sites = [site for site in self.sites if any(slot.root is root for slot in site.slots)]
         return max(self._site(site, call) for site in sites)
 
@@ -51,7 +51,7 @@ class MaskExtent:
         return min([most, *[end for term in hiding(site.bounds) if (end := self._last_of(term, call)) is not None]])
 
     def _limit(self, site: Site, call: Call) -> int:
-        """Return the end of the tokens that a site's upper limit allows."""
+        """Return the last position that a site's upper limit allows, plus one."""
         hi, attention = site.bounds.hi, site.attention
         if hi.kind is LimitKind.ALL:
             return call.read(value_of(attention.k).shape[attention.k_roles.index("T")])
@@ -63,7 +63,7 @@ class MaskExtent:
         return own + offset + 1
 
     def _last_of(self, term: MaskTerm, call: Call) -> int | None:
-        """Return the end of the tokens that a mask shows to any query, evaluated once a call; None if the mask is computed from a cache."""
+        """Return the last position that a mask shows to any query, plus one; None if the mask comes from a cache. Cached by call."""
         if term not in call.ends:
             call.ends[term] = self._last(term, call.args)
         return call.ends[term]

@@ -143,7 +143,7 @@ def rebuild(
     axes: Any, parts: Any, shape: tuple[int, ...], dtype: torch.dtype, device: str, length: int, slots: int | None = None, top: int = 0,
     grown: bool = False, form: int = 0, held: int = 0, padding: Any = None,
 ) -> CompressedCache:
-    """Return a handle from its pickled planes and layout, with codes unchanged. Raises OtherFormat."""
+    """Return a handle from its pickled planes and layout, with codes unchanged. Raises OtherFormat for a file of another version."""
     if form != FORMAT:
         raise OtherFormat(expected=FORMAT, found=form)
     stores = {}

@@ -198,7 +198,7 @@ def _holders(tensor: torch.Tensor) -> int:
 
 
 def attach(handle: CompressedCache, state: CacheState, length: int) -> None:
-    """Set a handle's state, of which it shows the last of ``length`` tokens; no other handle shares it. Parts and views stay."""
+    """Give a handle the state ``state`` with ``length`` tokens, shared with no other handle. Its parts and views stay."""
     handle._kv, handle._length, handle._epoch, handle._alone = state, length, state.epoch, True
 
 

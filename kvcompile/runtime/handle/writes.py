@@ -92,7 +92,10 @@ def encode(handle: Handle, write: Callable[[torch.Tensor], Any], shown: int) -> 
 
 
 def _written(state: CacheState, handle: Handle, write: Callable[[torch.Tensor], Any]) -> dict[Part, _Tokens]:
-    """Return by part the tokens that ``write`` writes into a dense tensor like the handle. Raises Rejected for partly written rows."""
+    """Return, by part of the cache tensor, the tokens that ``write`` writes into a dense tensor like the handle.
+
+    Raises Rejected if it writes some channels of a token and not the others.
+    """
     integers, mark = UNTOUCHED[handle.dtype]
     with torch.inference_mode(False):
         dense = torch.full(tuple(handle.shape), mark, dtype=integers, device=handle.device).view(handle.dtype)

@@ -89,7 +89,10 @@ class RopeReader:
         return self.found
 
     def check(self, held: Rope | None, args: tuple[Any, ...], length: int, device: torch.device, where: str) -> Rope:
-        """Return the angles of this call for a store of ``length`` tokens written with ``held`` (None: unknown). Raises AnglesChanged."""
+        """Return the angles of this call. Raises AnglesChanged if they differ from ``held``, those of a store of ``length`` tokens.
+
+        ``held`` None: unknown.
+        """
         found = self.read(args)
         if held is not None and held is not found and length and not held.same(found, length, device):
             raise AnglesChanged(length=length, where=where)

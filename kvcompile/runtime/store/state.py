@@ -105,7 +105,10 @@ class CacheState:
         self.top = max(self.top, self.length)
 
     def rewind(self, wanted: int | torch.Tensor) -> None:
-        """Roll the stores back to ``wanted`` tokens (an int, or [B]), before others are written behind them. Raises WindowPassed."""
+        """Roll the stores back to ``wanted`` tokens (an int, or [B]), before others are written behind them.
+
+        Raises WindowPassed if a row would end in a block whose full-precision tokens are gone.
+        """
         if isinstance(ends := self.row_ends(), torch.Tensor):
             self.tops = ends if self.tops is None else torch.maximum(self.tops, ends)
         for store in self.stores.values():
@@ -165,12 +168,12 @@ class CacheState:
 
     @property
     def rows(self) -> int:
-        """Batch rows in the stores."""
+        """Number of batch rows in each store."""
         return next(iter(self.stores.values())).batch
 
     @property
     def longest(self) -> int:
-        """Readable tokens of the longest row, parked rows included."""
+        """Number of readable tokens in the longest row, parked rows included."""
         return max([self.length, *[part.length for part in self.parked]]) if self.parked else self.length
 
     @property
@@ -180,12 +183,12 @@ class CacheState:
 
     @property
     def pages(self) -> int:
-        """Pages of each store."""
+        """Number of pages of each store."""
         return next(iter(self.stores.values())).pages
 
     @property
     def room(self) -> int:
-        """Tokens that the stores have pages for."""
+        """Number of tokens for which all stores have pages."""
         return min(store.room for store in self.stores.values())
 
     @property
@@ -204,7 +207,7 @@ class CacheState:
         return self.slots is None or self.top <= self.slots
 
     def dense(self, shape: tuple[int, ...], length: int) -> torch.Tensor:
-        """Return the decoded cache tensor of ``shape``; unwritten tokens are zero. Raises TokensOutOfOrder."""
+        """Return the decoded cache tensor of ``shape``; unwritten tokens are zero. Raises TokensOutOfOrder after an append out of order."""
         for error in self.disorder() if length and self.windowed else ():
             raise error
         first = next(iter(self.stores.values()))

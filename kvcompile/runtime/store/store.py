@@ -105,7 +105,7 @@ class Store:
 
     @property
     def room(self) -> int:
-        """Tokens that the allocated pages hold."""
+        """Number of tokens that fit the allocated pages."""
         return self.pages * PAGE
 
     @property
