@@ -79,7 +79,7 @@ def _verdict(whole: Outline, examples: Sequence[Any]) -> Verdict:
 
 
 def _constant_limit(whole: Outline) -> int:
-    """Return the largest constant number of tokens that the program's attentions see; 0 where sizes determine how many."""
+    """Return the largest constant position up to which an attention of the program sees; 0 if no upper limit is constant."""
     limits = (site.bounds.hi for site in whole.sites)
     return max((limit.offset for limit in limits if limit.kind is LimitKind.CONST and limit.amount is None), default=0)
 

@@ -168,7 +168,10 @@ class Arguments:
     # --- one call ---------------------------------------------------------------------------------
 
     def make(self, moment: TrialCall, kept: dict[int, torch.Tensor]) -> list[Any]:
-        """Return the arguments of a call; ``kept``: caches and counters, by index, that stay from call to call. Raises NotApart."""
+        """Return the arguments of a call; ``kept``: caches and counters, by index, that stay from call to call.
+
+        Raises NotApart if no combination of positions and masks makes a possible call.
+        """
         made: list[Any] = []
         choices: dict[int, list[Any]] = {}
         for entry, fake in zip(self.part.captured.inputs, self.part.captured.fakes, strict=True):

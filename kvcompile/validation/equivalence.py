@@ -199,7 +199,7 @@ class _Twin:
 
 
 def tried(part: Subgraph, examples: Sequence[Any]) -> Verdict:
-    """Return the verdict on a plain program by comparing it with its twin; ``examples``: the captured graph's arguments."""
+    """Return the verdict on the subgraph ``part``, from trials of it and its twin; ``examples``: the captured graph's arguments."""
     try:
         arguments = Arguments(part, examples, torch.Generator(device="cpu").manual_seed(SEED))
         twin, covered = _Twin(part), Coverage(part)
