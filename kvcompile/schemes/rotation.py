@@ -42,7 +42,7 @@ class Rotation:
 
 
 def order_of(head_dim: int, order: int, scheme: str) -> int:
-    """Return the block size for a head: ``order``, or if 0 the largest of ``ORDERS`` that divides it. Raises HeadDimNotDivisible."""
+    """Return ``order``, or if 0 the largest of ``ORDERS`` that divides the head dim. Raises HeadDimNotDivisible if none does."""
     fitting = [size for size in ([order] if order else ORDERS) if head_dim % size == 0]
     if not fitting:
         raise HeadDimNotDivisible(scheme=scheme, what="the order of a rotation", head_dim=head_dim, by=order or ORDERS[0])

@@ -194,7 +194,10 @@ class Symmetric(LowBit):
         return self.largest_scale() * self.per_scale
 
     def largest_scale(self) -> sympy.Expr:
-        """Return the largest stored scale as an expression in AMAX: rounded up by one unit in the last place, or raised to the floor."""
+        """Return an upper bound on the stored scale, as an expression in AMAX: the exact scale plus one unit in its last place.
+
+        At least the dtype's ``TINY`` is added.
+        """
         ulp, tiny = SCALE_ULP[self.scale_dtype], TINY[self.scale_dtype]
         return sympy.Max(AMAX / sympy.Float(self.qmax) * (1 + sympy.Float(ulp)), AMAX / sympy.Float(self.qmax) + sympy.Float(tiny))
 

@@ -195,7 +195,7 @@ def usual_effort(arguments: argparse.Namespace) -> Effort:
 
 
 def threads_of(arguments: argparse.Namespace) -> int:
-    """Return the CPU threads per process: one for a byte-level model, which is too small for more; else all cores shared by the jobs."""
+    """Return the number of CPU threads per process: 1 for a byte-level model, which is too small for more; else the cores per job."""
     if arguments.threads is not None:
         return int(arguments.threads)
     if arguments.target in (None, *SHIPPED) or arguments.bytes:

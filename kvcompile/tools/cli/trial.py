@@ -201,7 +201,7 @@ def _judged(case: Case, subject: TinyModel, rows: int, plain: TrialRun, stock: T
 
 
 def _more(ours: TrialRun, stock: TrialRun) -> bool:
-    """Return whether this backend compiles in the last steps where stock does not, or more than twice as often overall."""
+    """Return whether this backend compiles more graphs than stock in the last SETTLED steps, or more than twice as many overall."""
     return sum(ours.compiled[-SETTLED:]) > sum(stock.compiled[-SETTLED:]) or sum(ours.compiled) > 2 * sum(stock.compiled)
 
 
@@ -235,7 +235,7 @@ def _plain(refusal: Refusal) -> dict[str, str]:
 def run(
     subject: TinyModel, call: Callable[..., Any], cache: str, rows: int, settings: TrialSettings, compiled: Callable[[], int]
 ) -> TrialRun:
-    """Run prefill and decode steps with ``call``; ``compiled`` returns the number of graphs so far. Raises _NoCache."""
+    """Run prefill and decode steps with ``call``; ``compiled`` returns the number of graphs so far. Raises _NoCache without a cache."""
     total = settings.prompt + settings.steps
     generator = torch.Generator().manual_seed(7)
     words = torch.randint(3, subject.vocabulary, (rows, total), generator=generator, device="cpu")

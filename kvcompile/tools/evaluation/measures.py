@@ -102,7 +102,7 @@ class Measured:
         return tuple(dict.fromkeys(kind for text in self.texts for kind in text.kinds))
 
     def figures(self, name: str, kind: str, length: int | None = None) -> list[float]:
-        """Return ``bits`` or ``kl`` of each text of a kind; ``length`` None: over all lengths."""
+        """Return the field ``name``, "bits" or "kl", of each text of one kind; ``length`` None: texts of all lengths."""
         return [
             value for text in self.texts if length in {None, text.length}
             for value, its in zip(getattr(text, name), text.kinds, strict=False) if its == kind

@@ -31,7 +31,7 @@ class Activations:
     moments: tuple[tuple[float, float], ...] = ()
 
     def nbytes(self, tokens: int, rows: int = 1) -> int:
-        """Return the bytes of prompts of ``tokens`` tokens in ``rows`` rows of one call."""
+        """Return the most bytes of intermediate values that are live at once in a call on ``rows`` prompts of ``tokens`` tokens each."""
         return math.ceil(rows * max((tokens * (each + tokens * pair) for each, pair in self.moments), default=0.0))
 
     def __or__(self, other: Activations) -> Activations:

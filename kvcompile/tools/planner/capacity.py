@@ -38,7 +38,7 @@ class Demand:
         return self.beside(tokens) + stores.device_bytes(batch, tokens) + stores.growing_bytes(batch, tokens)
 
     def fits(self, stores: Stores, batch: int, tokens: int) -> bool:
-        """Return whether that many rows and tokens fit."""
+        """Return whether ``batch`` rows of ``tokens`` tokens fit in the memory, with weights, activations and overhead."""
         return self.needed(stores, batch, tokens) <= self.memory
 
     def largest_batch(self, stores: Stores) -> int:

@@ -107,7 +107,7 @@ class StoredSlot:
         return tokens if self.end is None else min(tokens, self.end)
 
     def pages(self, tokens: int) -> int:
-        """Return the pages that the runtime reserves for a sequence of ``tokens`` tokens."""
+        """Return the number of pages that the runtime reserves for a sequence of ``tokens`` tokens."""
         if self.pooled:
             return pages_for(self.end or 0)
         if self.still:
