@@ -1,4 +1,4 @@
-"""Scheme classes by what a command is told: a file that defines them, or the name of one that is registered."""
+"""Scheme classes from a command's argument: a file that defines them, or the name of a registered one."""
 
 from __future__ import annotations
 

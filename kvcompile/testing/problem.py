@@ -90,7 +90,7 @@ class Problem:
         return planes, torch.where(exact[:, None], x.to(torch.float32), decoded)
 
     def arguments(self, hi: torch.Tensor | None = None, **operands: Any) -> tuple[Any, ...]:
-        """Return the operation's operands, in order."""
+        """Return the operands of ``attend``, in order; ``hi`` None: the problem's own limits."""
         return (
             self.q, self.read(Role.KEY), self.read(Role.VALUE), self.hi if hi is None else hi, operands.get("lo"), operands.get("keep"),
             operands.get("bias"), operands.get("sinks"), self.keys.spec(), self.values.spec(), self.scale,
@@ -98,7 +98,7 @@ class Problem:
         )
 
     def read(self, role: Role) -> list[torch.Tensor]:
-        """Return the planes that attention reads."""
+        """Return the planes of the key or value store that attention reads: those of the scheme's format."""
         planes, scheme, width = (
             (self.k_planes, self.keys, self.width) if role is Role.KEY else (self.v_planes, self.values, self.width_v)
         )

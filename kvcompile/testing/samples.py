@@ -15,7 +15,7 @@ SHAPES = ((1, 1, 1), (3, 2, 63), (1, 8, 64), (3, 1, 65), (1, 1, 1000), (3, 8, 2)
 
 
 def slot(heads: int = 2, head_dim: int = 64, dtype: torch.dtype = torch.float32, role: Role = Role.KEY) -> SlotSpec:
-    """Return a slot to encode."""
+    """Return the ``SlotSpec`` with these heads, head dim, dtype and role."""
     return SlotSpec(heads, head_dim, dtype, role)
 
 
@@ -50,7 +50,7 @@ def whole_blocks(scheme: Scheme, x_BKSD: torch.Tensor) -> torch.Tensor:
 
 
 def round_trip(scheme: Scheme, x_BKSD: torch.Tensor, spec: SlotSpec) -> torch.Tensor:
-    """Encode and decode tokens; float64."""
+    """Return tokens [B, K, S, D] encoded and decoded, float64."""
     return scheme.decode(scheme.encode(whole_blocks(scheme, x_BKSD)), spec).to(torch.float64)[:, :, : x_BKSD.shape[2]]
 
 

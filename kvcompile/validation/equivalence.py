@@ -193,7 +193,7 @@ class _Twin:
         return self.variants[which], self.variants[which].module
 
     def session(self, arguments: Arguments) -> _Session:
-        """Return a session over empty caches."""
+        """Return a session: a series of calls of the program and of its twin over caches that begin empty."""
         part, first = self.part, self.variant(Variant.PAST)[0]
         return _Session(part, bind(part.captured, self.planned, part.effects, first, self.variant, Growth(), LiveCaches()), arguments)
 

@@ -106,7 +106,7 @@ def _entry_values(sites: Sequence[Site]) -> dict[fx.Node, None]:
 
 
 def _needed(captured: Captured, effects: Effects, wanted: Iterable[fx.Node], borders: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return all nodes that ``wanted`` depend on, in-place writes to what they read included, back to the borders."""
+    """Return all nodes that ``wanted`` depend on, back to the borders, with the in-place writes to tensors that these read."""
     stop, found, queue = set(borders), set(), list(wanted)
     while queue:
         node = queue.pop()

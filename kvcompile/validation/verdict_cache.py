@@ -13,7 +13,7 @@ class PersistentSet(Protocol):
     def __contains__(self, key: str) -> bool: ...
 
     def add(self, key: str) -> None:
-        """Add a key."""
+        """Add ``key`` to the set."""
 
 
 class VerdictCache(dict[str, Verdict]):

@@ -36,7 +36,7 @@ class Terms:
 
     @staticmethod
     def of(cost: Cost, levels: Ladder, preference: LevelPreference) -> Terms:
-        """Return the terms of one ladder."""
+        """Return the bytes and worths of a ladder's levels, with the floor of ``preference``."""
         return Terms(levels.costs(cost), levels.worths, preference.floor)
 
     @property

@@ -119,7 +119,7 @@ class _Averages:
         return after
 
     def store(self, importance: torch.Tensor, heads: torch.Tensor) -> None:
-        """Write the averages into their planes."""
+        """Write the averages of tokens and of heads into the planes ``importance`` and ``heads``; visible tokens get a least value."""
         least = torch.where(self.seen, LEAST_IMPORTANCE, 0.0)
         averages = torch.stack([torch.maximum(self.plain, least), self.weighted], dim=-1)
         importance.copy_(averages.unflatten(1, (importance.shape[0], -1)).transpose(0, 1).unsqueeze(2))

@@ -432,7 +432,7 @@ class Smartkv(Adaptive):
 
 @functools.lru_cache(maxsize=64)
 def _layer_budgets(scheme: Smartkv, budget: float, slot: SlotSpec) -> list[float]:
-    """Return the budget of each layer."""
+    """Return the budget of each layer as a share of full precision, by ``weights``; the mean of all is ``budget``. Cached."""
     return layer_budgets(budget, scheme.weights, scheme._least(slot), scheme.cost(slot).most(scheme.key_value_widths))
 
 

@@ -1,1 +1,1 @@
-"""Code generation: what the kernel texts of several devices share."""
+"""Code generation: expressions and tricks that the kernels of several devices share."""

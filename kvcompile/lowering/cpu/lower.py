@@ -134,7 +134,7 @@ class AttendTemplate(CppTemplate):
         return kernel, functools.partial(kernel.render, self, output=template_node)
 
     def render(self, kernel: CppTemplateKernel, output: ir.Buffer, **kwargs: Any) -> str:  # type: ignore[override]
-        """Return the C++ module."""
+        """Return the C++ source of the template for Inductor's ``kernel`` and the buffer ``output``."""
         del kwargs
         ops = self.operands
         # One buffer may be several operands (keys and values of a combined cache): one argument for each buffer.

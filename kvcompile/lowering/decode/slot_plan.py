@@ -192,7 +192,7 @@ class TemplateSlot:
 
     @property
     def bits(self) -> int:
-        """Bits of a table index."""
+        """Number of bits of a table index."""
         return (self.levels - 1).bit_length()
 
     @property

@@ -82,7 +82,7 @@ def constants(
     cut: TileConfig, dim: int, kv_heads: int, group: int, page_rows: int, lo: bool, keep: bool, sinks: bool, exact_newest: bool,
     ragged: bool, overlap: bool,
 ) -> GluonConfig:
-    """Return the kernel's compile-time constants."""
+    """Return the kernel's compile-time constants for tile sizes ``cut``, a shape and the operands that are given."""
     rows = TWICE_HEADS if group <= TWICE_HEADS else 8
     return GluonConfig(
         dim, kv_heads, group, rows, 1 << (group - 1).bit_length(), cut.warps, cut.tokens, cut.stages, page_rows, lo, keep, sinks,

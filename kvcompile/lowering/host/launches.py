@@ -52,7 +52,7 @@ class Direct:
         kernel[grid](*operands, **constants)
 
     def operator(self, target: Any, *operands: Any) -> None:
-        """Run an operator."""
+        """Call the operator ``target`` on ``operands`` at once."""
         target(*operands)
 
 
@@ -96,14 +96,14 @@ class Recorder:
         self.steps: list[Step] = []
 
     def kernel(self, kernel: Any, grid: tuple[Any, ...], *operands: Any, warps: int | None = None, **constants: Any) -> None:
-        """Record a launch."""
+        """Record a kernel launch with its arguments by name, without running it."""
         names = list(kernel.arg_names)
         arguments = {**dict(zip(names, operands, strict=False)), **constants}
         assert set(arguments) == set(names), set(names) ^ set(arguments)
         self.steps.append(KernelLaunch(kernel, (*grid, 1, 1)[:3], {name: arguments[name] for name in names}, warps))
 
     def operator(self, target: Any, *operands: Any) -> None:
-        """Record a call."""
+        """Record a call of an operator, without running it."""
         self.steps.append(OperatorCall(target, operands))
 
 

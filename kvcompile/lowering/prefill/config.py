@@ -36,7 +36,7 @@ class PrefillConfig(KernelConfig):
         return self.splits == 1 and not self.chunk
 
     def with_splits(self, splits: int) -> PrefillConfig:
-        """Return the kernel cut into ``splits``."""
+        """Return the configuration with ``splits`` splits of the tokens."""
         return dataclasses.replace(self, splits=splits)
 
     def over_scratch(self) -> PrefillConfig:

@@ -31,7 +31,7 @@ class VmapRegion:
 
     @classmethod
     def of(cls, nodes: list[fx.Node]) -> VmapRegion:
-        """Return the region of consecutive ``nodes``."""
+        """Return the region of ``nodes`` with its inputs (outside operands) and outputs (nodes with outside users)."""
         own = set(nodes)
         taken = dict.fromkeys(operand for node in nodes for operand in node.all_input_nodes if operand not in own)
         return cls(tuple(nodes), tuple(taken), tuple(node for node in nodes if any(user not in own for user in node.users)))

@@ -60,7 +60,7 @@ def plain(size: Any) -> Any:
 
 
 def negative(size: Any) -> bool:
-    """Return whether a size is negative in every call: proved, or guarded as it was in the captured call, as slicing does too."""
+    """Return whether a size is negative in every call: proved, or else by a guard on its sign at capture, as slicing adds one."""
     return size < 0 if isinstance(size, int) else not at_most(0, size) and bool(size < 0)
 
 

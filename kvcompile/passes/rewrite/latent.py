@@ -58,7 +58,7 @@ def _narrow(emit: Emitter, node: fx.Node, dim: int, start: int, count: int, size
 
 
 def scaled(emit: Emitter, node: fx.Node, factor: float) -> fx.Node:
-    """Emit a node times a number."""
+    """Emit ``node`` times ``factor``; return the node itself for a factor of one."""
     return node if factor == 1.0 else emit.call(aten.mul.Scalar, node, factor)
 
 

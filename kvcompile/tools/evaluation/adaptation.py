@@ -71,7 +71,7 @@ class Watch:
             yield item
 
     def _look(self, number: int) -> None:
-        """Read importance after step ``number``."""
+        """Record the importance of stored tokens after step ``number``, and the step if widths were chosen in it."""
         found = [(item, rows) for item in self.owner.stored_tokens() if item.count and (rows := item.attended) is not None]
         if not found:
             return

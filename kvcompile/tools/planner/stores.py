@@ -199,11 +199,11 @@ class Stores:
         return sum(item.bytes_per_token(tokens) for item in self.stored) + self.remainder.per_token
 
     def device_bytes(self, batch: int, tokens: int) -> int:
-        """Return the bytes on the device."""
+        """Return the device bytes of caches of ``batch`` rows of ``tokens`` tokens."""
         return sum(count for (_, host), count in self.shares(batch, tokens).items() if not host)
 
     def host_bytes(self, batch: int, tokens: int) -> int:
-        """Return the bytes in pinned host memory."""
+        """Return the bytes in pinned host memory for ``batch`` rows of ``tokens`` tokens."""
         return sum(count for (_, host), count in self.shares(batch, tokens).items() if host)
 
     def dense_bytes(self, batch: int, tokens: int) -> int:

@@ -71,7 +71,7 @@ class HardQuantizer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, levels: torch.Tensor, thresholds: torch.Tensor, left: torch.Tensor, right: torch.Tensor,
                 rule: QuantizerConfig) -> torch.Tensor:
-        """Return the quantized and decoded tokens."""
+        """Return tokens ``x`` quantized by ``levels`` and ``thresholds`` and decoded; ``left`` and ``right`` only receive gradients."""
         del left, right
         ctx.save_for_backward(x, levels, thresholds)
         ctx.rule = rule

@@ -351,7 +351,7 @@ def finalize(
 
 @triton.jit
 def add_to(HELD, amount):
-    """Add to one of the accumulators."""
+    """Add ``amount`` to the accumulator at HELD."""
     tl.store(HELD, tl.load(HELD) + amount)
 
 
@@ -397,5 +397,5 @@ def keep_last(HELD, figures, counted, row, mine, column, S: tl.constexpr, ROWS: 
 
 @triton.jit
 def held_of(HELD, column, OF: tl.constexpr):
-    """Load the first OF telemetry columns."""
+    """Load telemetry columns ``column`` of HELD, 0.0 for those from OF on."""
     return tl.load(HELD + column, mask=column < OF, other=0.0)

@@ -57,7 +57,7 @@ def below(ORDER, AMOUNT, blocks, edge, CHUNK: tl.constexpr):
 
 @triton.jit
 def middle(low, high):
-    """Return the next edge to try."""
+    """Return the next edge to try: the middle between ``low`` and ``high``, or ``high`` - NEAR if that is larger."""
     return tl.maximum(low + (high - low) // 2, high - NEAR)
 
 

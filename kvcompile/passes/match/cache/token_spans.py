@@ -124,7 +124,7 @@ class SpanTracer:
         return _between(line, left, size) + _between(line, 0, left)
 
     def _sliced(self, node: fx.Node, time: int) -> list[TokenSpan]:
-        """Return the spans of a slice."""
+        """Return the spans of the slice ``node`` as a node at order ``time`` reads it."""
         parent = node.args[0]
         dim = int(bind(node)["dim"]) % len(sizes(node))
         if dim != self.dim and sizes(node)[dim] != sizes(parent)[dim]:  # type: ignore[arg-type]

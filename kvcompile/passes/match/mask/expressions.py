@@ -42,7 +42,7 @@ class LinearForm:
         return LinearForm(tuple((axis, coefficient * factor) for axis, coefficient in self.terms if factor), plain(self.const * factor))
 
     def of(self, axis: str) -> int:
-        """Return the coefficient of an axis."""
+        """Return the coefficient of an axis, 0 if it does not occur."""
         return dict(self.terms).get(axis, 0)
 
 

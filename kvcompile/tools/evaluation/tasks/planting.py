@@ -29,7 +29,7 @@ class Writing(Protocol[Units]):
     unit: str
 
     def write(self, text: bytes) -> Units:
-        """Return a text in units."""
+        """Return a text as units: bytes or ids."""
 
     def take(self, filler: Sequence[int] | np.ndarray, start: int, stop: int) -> Units:
         """Return a part of the filler."""
