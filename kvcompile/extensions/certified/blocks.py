@@ -63,7 +63,10 @@ def norms(x_BKTD: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
 def notes_of(
     key_notes: torch.Tensor, value_notes: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, alone: torch.Tensor, seen: torch.Tensor
 ) -> Notes:
-    """Return the stored notes; for blocks wholly in full precision (``alone`` [B or 1, 1, N]) zero residuals and norms of their tokens."""
+    """Return the norms of each block: stored ones (notes), or for blocks in the window (``alone`` [B or 1, 1, N]) of their tokens.
+
+    Blocks in the window are in full precision, so their residuals are zero.
+    """
     kappa, mu = key_notes.to(torch.float64).unbind(-1)
     eta, nu = value_notes.to(torch.float64).unbind(-1)
     zero = torch.zeros((), dtype=torch.float64, device=kappa.device)

@@ -54,9 +54,9 @@ def logits_differ(coded: torch.Tensor, exact: torch.Tensor, delta: Deviations, v
 def notes_differ(
     decoded: torch.Tensor, originals: torch.Tensor, notes: tuple[torch.Tensor, torch.Tensor], of: torch.Tensor
 ) -> torch.Tensor:
-    """Return whether each block [B, K, N] has a norm above its note, over the tokens ``of``.
+    """Return whether each block [B, K, N] has a norm, over the tokens ``of``, above its stored norm (note).
 
-    ``notes``: noted norms of residuals and of full-precision tokens. A NaN note marks a block with NaN or Inf, which no code represents:
+    ``notes``: stored norms of residuals and of full-precision tokens. A NaN note marks a block with NaN or Inf, which no code represents:
     there is nothing to compare, and the check passes.
     """
     residual, size = notes

@@ -164,7 +164,7 @@ def _sides(
 
 
 def _differ(k: CodedAndExact, v: CodedAndExact, notes: Notes, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two flags per block, [B, K, 1, N]: its keys, and its values, exceed their notes over the tokens ``own``."""
+    """Return two flags per block, [B, K, 1, N]: norms of its keys, and of its values, exceed the stored ones over the tokens ``own``."""
     keys = notes_differ(k.coded, k.exact, (notes.kappa, notes.mu), own)
     values = notes_differ(v.coded, v.exact, (notes.eta, notes.nu), own)
     return keys.unsqueeze(2), values.unsqueeze(2)

@@ -422,7 +422,7 @@ def _edges(fmt: KernelFormat, words: int) -> list[int]:
 
 
 def _chunks(edges: list[int], least: int = MIN_CHUNK, most: int = 1 << 30) -> list[Chunk]:
-    """Return power-of-two runs between the edges, longest first, none longer than ``most``; the last one of a run may be padded."""
+    """Return power-of-two runs between the edges, longest first, none longer than ``most``; the last one before an edge may be padded."""
     chunks: list[Chunk] = []
     start = 0
     for edge in edges:

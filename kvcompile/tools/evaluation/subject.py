@@ -173,11 +173,11 @@ class TokenWriting:
         return tuple(self.encode(text.decode().rstrip(" ")))
 
     def take(self, filler: Sequence[int] | np.ndarray, start: int, stop: int) -> tuple[int, ...]:
-        """Return a part of the filler."""
+        """Return the ids ``filler[start:stop]``."""
         return tuple(int(item) for item in filler[start:stop])
 
     def join(self, pieces: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-        """Return pieces joined."""
+        """Return the pieces' ids in one tuple."""
         return tuple(item for piece in pieces for item in piece)
 
     def place(self, raw: tuple[int, ...], offset: int) -> int:

@@ -66,7 +66,7 @@ def masses(PEAK, WEIGHT, EXACT_PEAK, EXACT_WEIGHT, at, live, exact):
 
 @triton.jit
 def norm_of(SIZE, NOTE, coded, live):
-    """Load a norm of originals: measured for encoded blocks, else the note."""
+    """Load the norm of a block's full-precision tokens: measured (SIZE) for encoded blocks, else stored (NOTE); 0 unless ``live``."""
     measured = tl.load(SIZE, mask=coded, other=0.0)
     return tl.where(coded, measured, tl.load(NOTE, mask=live & (coded == 0), other=0.0)).to(tl.float64)
 

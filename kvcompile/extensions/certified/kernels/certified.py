@@ -100,7 +100,10 @@ def doubtful(square, note):
 
 @triton.jit
 def above(square, note):
-    """Return whether a norm, by its float64 square, exceeds a note or is NaN; never for a NaN note. The note's square is exact."""
+    """Return whether a norm, given squared in float64, exceeds the stored norm ``note`` or is NaN; false for a NaN ``note``.
+
+    The square of ``note`` is exact.
+    """
     note = note.to(tl.float64)
     return (tl.where(note == note, square, 0.0) * (1.0 + 2.0**-39) <= tl.where(note == note, note * note, 0.0)) == 0
 

@@ -32,10 +32,10 @@ class Writing(Protocol[Units]):
         """Return a text as units: bytes or ids."""
 
     def take(self, filler: Sequence[int] | np.ndarray, start: int, stop: int) -> Units:
-        """Return a part of the filler."""
+        """Return ``filler[start:stop]`` as units."""
 
     def join(self, pieces: Iterable[Units]) -> Units:
-        """Return pieces joined."""
+        """Return the pieces, units each, as one piece."""
 
     def place(self, raw: Units, offset: int) -> int:
         """Return the index of the line break at or soon after an offset, or the offset if there is none."""
@@ -51,11 +51,11 @@ class BytesWriting:
         return text
 
     def take(self, filler: Sequence[int] | np.ndarray, start: int, stop: int) -> bytes:
-        """Return a part of the filler."""
+        """Return ``filler[start:stop]`` as bytes."""
         return bytes(filler[start:stop])
 
     def join(self, pieces: Iterable[bytes]) -> bytes:
-        """Return pieces joined."""
+        """Return the pieces as one bytes object."""
         return b"".join(pieces)
 
     def place(self, raw: bytes, offset: int) -> int:
