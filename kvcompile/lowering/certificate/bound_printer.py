@@ -45,7 +45,10 @@ class UnprintableBound(CompileError):
 
 
 def relative_error(expression: sympy.Expr, unit: float) -> float:
-    """Bound the relative error of ``expression`` evaluated with unit roundoff ``unit``. Raises UnprintableBound."""
+    """Bound the relative error of ``expression`` evaluated with unit roundoff ``unit``.
+
+    Raises UnprintableBound where the error is not known.
+    """
     if expression.is_Symbol:
         return INPUT_ERRORS.get(expression, 0.0)
     if expression.is_number:

@@ -47,7 +47,10 @@ CHAIN = 2.0
 
 
 def decoded_with_radius(scheme: Scheme, planes: Sequence[torch.Tensor], slot: SlotSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return decoded tokens, and a bound on each channel's distance from full precision; both float32 [B, K, T, D]. Raises NotBounded."""
+    """Return decoded tokens, and a bound on each channel's distance from full precision; both float32 [B, K, T, D].
+
+    Raises NotBounded for a scheme without a bound.
+    """
     expression = scheme.radius(slot)
     if expression is None:
         raise NotBounded(scheme=scheme.spec())

@@ -68,18 +68,27 @@ class UnprintableUnpack(CompileError):
 
 
 def triton_expression(fmt: KernelFormat, part: int, word: str) -> str:
-    """Return part ``part`` of every word, as a float32 Triton expression on the block named ``word``. Raises UnprintableUnpack."""
+    """Return part ``part`` of every word, as a float32 Triton expression on the block named ``word``.
+
+    Raises UnprintableUnpack for unknown operations.
+    """
     return _expression(fmt, part, word, _TritonCasts())
 
 
 def cpp_expression(fmt: KernelFormat, part: int, word: str) -> str:
-    """Return part ``part`` of one word, as a float C++ expression on the lvalue ``word``; needs CPP_PRELUDE. Raises UnprintableUnpack."""
+    """Return part ``part`` of one word, as a float C++ expression on the lvalue ``word``; needs CPP_PRELUDE.
+
+    Raises UnprintableUnpack for unknown operations.
+    """
     return _expression(fmt, part, word, _Cpp())
 
 
 @functools.lru_cache(maxsize=256)
 def trace_unpack(fmt: KernelFormat, part: int) -> tuple[torch.fx.Graph, dict[str, torch.dtype]]:
-    """Return the graph of ``unpack(words, part)``, and the dtype of each of its nodes by name. Raises UnprintableUnpack."""
+    """Return the graph of ``unpack(words, part)``, and the dtype of each of its nodes by name.
+
+    Raises UnprintableUnpack if it cannot be traced.
+    """
     try:
         graph = torch.fx.Tracer().trace(_unary(fmt, part))
         probe = _Dtypes(torch.fx.GraphModule(torch.nn.Module(), graph))

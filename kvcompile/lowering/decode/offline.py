@@ -202,12 +202,18 @@ def load_module(source: str, kind: str = "attend") -> types.ModuleType:
 
 
 def compile_offline(source: str, config: AttendConfig, arch: str = "sm_90", batch: int = 1) -> dict[str, str | bytes]:
-    """Return ``ttgir``, ``ptx`` and ``cubin`` of a rendered source; needs no device. Raises OfflineCompilation."""
+    """Return ``ttgir``, ``ptx`` and ``cubin`` of a rendered source; needs no device.
+
+    Raises OfflineCompilation for an unknown architecture.
+    """
     return compile_rendered(source, operands_for(config, batch), output_for(config), config.tile, arch)
 
 
 def compile_rendered(source: str, operands: Mapping[str, Operand], out: Operand, tile: Tile, arch: str) -> dict[str, str | bytes]:
-    """Return ``ttgir``, ``ptx`` and ``cubin`` of a source that a template rendered for these operands. Raises OfflineCompilation."""
+    """Return ``ttgir``, ``ptx`` and ``cubin`` of a source that a template rendered for these operands.
+
+    Raises OfflineCompilation for an unknown architecture.
+    """
     if arch not in ARCHITECTURES:
         raise OfflineCompilation(expected=f"one of {sorted(ARCHITECTURES)}", found=arch, todo="pass one of these")
     kernel = getattr(load_module(source), KERNEL)
@@ -217,7 +223,7 @@ def compile_rendered(source: str, operands: Mapping[str, Operand], out: Operand,
 
 
 def sass(cubin: bytes) -> str:
-    """Return the machine code as text, by the disassembler in triton's package. Raises OfflineCompilation."""
+    """Return the machine code as text, by the disassembler in triton's package. Raises OfflineCompilation if it is missing or fails."""
     import triton
 
     tool = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"

@@ -80,5 +80,8 @@ def prefill_source(config: PrefillConfig, batch: int = 1, queries: int = 512) ->
 
 
 def compile_offline(source: str, config: PrefillConfig, arch: str = "sm_90", batch: int = 1, queries: int = 512) -> dict[str, str | bytes]:
-    """Return ``ttgir``, ``ptx`` and ``cubin`` of a rendered source; needs no device. Raises OfflineCompilation."""
+    """Return ``ttgir``, ``ptx`` and ``cubin`` of a rendered source; needs no device.
+
+    Raises OfflineCompilation for an unknown architecture.
+    """
     return compile_rendered(source, operands_for(config, batch, queries), output_for(config, batch, queries), config.tile, arch)

@@ -152,7 +152,10 @@ def _cut(graph: fx.Graph, attention: Attention, key: tuple[fx.Node, int], value:
 
 
 def apart(attention: Attention, parts: Parts | None, effects: Effects) -> Attention:
-    """Return the attention over the cached tokens alone, with its ``memory``; unchanged where ``parts`` is None. Raises Miss."""
+    """Return the attention over the cached tokens alone, with its ``memory``; unchanged where ``parts`` is None.
+
+    Raises Miss where a mask replaces scores by a number, or the memory is written to.
+    """
     if parts is None:
         return attention
     memory = parts.memory
@@ -173,7 +176,10 @@ def apart(attention: Attention, parts: Parts | None, effects: Effects) -> Attent
 
 
 def _roles(operand: fx.Node, named: tuple[str, ...], join: fx.Node) -> tuple[str, ...]:
-    """Return the roles of a join's dims, from the roles (``named``) of its slice over the cached tokens. Raises Miss."""
+    """Return the roles of a join's dims, from the roles (``named``) of its slice over the cached tokens.
+
+    Raises Miss where attention reads a part of the cache only.
+    """
     trail = trace(operand, lambda node: node is join)
     dim = int(bind(join)["dim"]) % len(sizes(join))
     there = trail.there.copy()

@@ -86,7 +86,10 @@ class Letters:
         return i < len(before) and len(dims[i]) > 1 and self.size.get(dims[i][0]) == 1 and after[j + 1 : j + 2] == before[i : i + 1]
 
     def _regrouped(self, inside: list[tuple[str, ...]], after: list[int], node: fx.Node) -> list[tuple[str, ...]]:
-        """Return the letters of the dims ``inside``, distributed over dims of sizes ``after``; splits a lone letter. Raises Miss."""
+        """Return the letters of the dims ``inside``, distributed over dims of sizes ``after``; splits a lone letter.
+
+        Raises Miss where letters would be mixed.
+        """
         letters = [letter for dim in inside for letter in dim]
         if len(after) == 1:
             return [tuple(letters)]

@@ -88,7 +88,10 @@ class Scores:
         self.masks.append(replace(self.term(node, kind, self.dims), factor=factor, dtype=dtype, fill=fill))
 
     def term(self, node: fx.Node, kind: MaskKind, masked: Dims) -> Term:
-        """Return the mask term of an operand whose dims align right with ``masked``, the masked tensor's dims; raises Miss."""
+        """Return the mask term of an operand whose dims align right with ``masked``, the masked tensor's dims.
+
+        Raises Miss where it broadcasts over part of a flattened dim.
+        """
         shape = sizes(node)
         aligned = masked[len(masked) - len(shape) :]
         dims = []

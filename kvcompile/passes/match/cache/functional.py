@@ -22,7 +22,10 @@ from kvcompile.passes.match.sites import Miss, Position, Write
 
 
 def _slice_scatter(node: fx.Node, root: fx.Node) -> Write:
-    """Return the write of ``torch.slice_scatter(cache, values, dim, start, end)``; raises Miss."""
+    """Return the write of ``torch.slice_scatter(cache, values, dim, start, end)``.
+
+    Raises Miss for steps and for a start counted from the end.
+    """
     arguments = bind(node)
     values, rank = arguments["src"], len(sizes(node))
     dim = int(arguments["dim"]) % rank
@@ -35,7 +38,10 @@ def _slice_scatter(node: fx.Node, root: fx.Node) -> Write:
 
 
 def _select_scatter(node: fx.Node, root: fx.Node) -> Write:
-    """Return the write of ``torch.select_scatter(cache, values, dim, index)``: one token, whose dim the values lack; raises Miss."""
+    """Return the write of ``torch.select_scatter(cache, values, dim, index)``: one token, whose dim the values lack.
+
+    Raises Miss for an index counted from the end.
+    """
     arguments = bind(node)
     rank, index = len(sizes(node)), arguments["index"]
     dim = int(arguments["dim"]) % rank

@@ -100,7 +100,10 @@ class _Form:
         return self.form.shape[dim]
 
     def write(self) -> Write | None:
-        """Return the write, None where it goes to another part of the tensor; raises Miss."""
+        """Return the write, None where it goes to another part of the tensor.
+
+        Raises Miss where it cannot be followed or indexes heads or channels.
+        """
         here = sample(self.shape)
         rng = np.random.default_rng(1)
         dest_shape = sizes(self.dest)
@@ -141,7 +144,10 @@ class _Form:
         return tuple(role if size > 1 else "" for role, size in zip(mine, sizes(index), strict=True))
 
     def _dims(self, here: Coords, there: Coords, weights: tuple[int, ...]) -> tuple[tuple[str, ...], dict[int, tuple[int, int]]]:
-        """Return every written dim's role, and {written dim: (root dim, index)} where the cache slot is one index of a dim; raises Miss."""
+        """Return every written dim's role, and {written dim: (root dim, index)} where the cache slot is one index of a dim.
+
+        Raises Miss where it covers some heads or channels only.
+        """
         head, channel, channels = self._columns(there)
         chosen = dict(self.axes.select)
         roles: list[str] = []

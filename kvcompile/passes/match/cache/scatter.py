@@ -44,7 +44,10 @@ def scatter(node: fx.Node, root: fx.Node) -> Write:
 
 
 def _positions(index: fx.Node, dim: int) -> tuple[fx.Node, tuple[str, ...], int | None]:
-    """Return (the positions that an index broadcasts, their dims' roles, the index's dim of batch rows or None); raises Miss."""
+    """Return (the positions that an index broadcasts, their dims' roles, the index's dim of batch rows or None).
+
+    Raises Miss where the index broadcasts none, or holds floats.
+    """
     trail = trace(index, lambda node: False)
     roles = []
     row = None

@@ -75,7 +75,10 @@ def find(trail: Trail, roles: tuple[str, ...], operand: fx.Node, attention: fx.N
 
 
 def _read(trail: Trail, dim: int, shift: int, read_by: fx.Node, token: int, attention: fx.Node, effects: Effects) -> Window | None:
-    """Return the sliding window along ``dim`` of a trail's end, read from index ``shift`` on; None for other caches. Raises Miss."""
+    """Return the sliding window along ``dim`` of a trail's end, read from index ``shift`` on; None for other caches.
+
+    Raises Miss where attention reads other tokens than the newest, or a past that is not the one kept.
+    """
     root = trail.base
     tracer = SpanTracer(effects, dim)
     try:
@@ -236,7 +239,10 @@ def _unchanged(values: fx.Node, effects: Effects) -> None:
 def _slots(
     in_place: bool, placeholder: fx.Node | None, dim: int, seen: Any, keep: Any, cap: int | None, size: Any, grows: bool
 ) -> int:
-    """Return how many slots a store needs for the tokens that a step reads and keeps, equal in every graph of one cache; raises Miss."""
+    """Return how many slots a store needs for the tokens that a step reads and keeps, equal in every graph of one cache.
+
+    Raises Miss unless it is constant.
+    """
     room = plain(value_of(placeholder).shape[dim]) if in_place and placeholder is not None else None
     most = room if room is not None else cap if cap is not None else keep
     if not isinstance(most, int):

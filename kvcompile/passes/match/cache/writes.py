@@ -41,7 +41,7 @@ def _plain(idiom: str, node: fx.Node, root: fx.Node, dest: fx.Node, dim: int, va
 
 
 def index_copy(node: fx.Node, root: fx.Node) -> Write:
-    """Return the write of ``cache.index_copy_(dim, index, values)``; raises Miss."""
+    """Return the write of ``cache.index_copy_(dim, index, values)``. Raises Miss where the index has no dims."""
     arguments = bind(node)
     dest, dim = arguments["self"], int(arguments["dim"])
     if not sizes(arguments["index"]):
@@ -52,7 +52,10 @@ def index_copy(node: fx.Node, root: fx.Node) -> Write:
 
 
 def index_put(node: fx.Node, root: fx.Node) -> Write:
-    """Return the write of ``cache[:, :, pos] = values``, or of ``cache[rows, :, pos] = values`` with positions per row; raises Miss."""
+    """Return the write of ``cache[:, :, pos] = values``, or of ``cache[rows, :, pos] = values`` with positions per row.
+
+    Raises Miss for masks, for accumulation and for other rows than arange(B).
+    """
     arguments = bind(node)
     if arguments.get("accumulate"):
         raise Miss("the write accumulates into the cache", node, advice="write the new tokens, without accumulate=True")

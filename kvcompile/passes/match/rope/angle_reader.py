@@ -53,7 +53,10 @@ class Reader:
     position: tuple[Any, ...] | None = None
 
     def read(self, node: fx.Node, coords: Coords, rows: np.ndarray, part: ComplexPart = ComplexPart.NONE) -> Read:
-        """Return the value of ``node`` at ``coords``, those of the samples numbered ``rows``; raises Miss."""
+        """Return the value of ``node`` at ``coords``, those of the samples numbered ``rows``.
+
+        Raises Miss at an operation that it cannot follow.
+        """
         self._unwritten(node)
         name = op_name(node)
         if name == "arange":
@@ -180,7 +183,9 @@ class Reader:
         return dim if along and (self.tokens > 1 or self.position is None or self.position[0] == SLICE) else None
 
     def _table(self, node: fx.Node, coords: Coords, dim: int, part: ComplexPart) -> Read:
-        """Return the constant that a table is made from, which the position indexes along ``dim`` of the table; raises Miss.
+        """Return the constant that a table is made from, which the position indexes along ``dim`` of the table.
+
+        Raises Miss where another dim follows the position, or rows are not fixed.
 
         The dim of the constant that the position indexes is the one along which its coordinates move with ``dim``.
         """
@@ -298,7 +303,10 @@ def _overload(node: fx.Node) -> str:
 
 
 def _indexed(node: fx.Node, name: str, arguments: dict[str, Any], coords: Coords) -> tuple[int, fx.Node, Coords, Coords]:
-    """Return (source dim, index, coordinates in it, coordinates in the source with 0 in that dim) of a look-up; raises Miss."""
+    """Return (source dim, index, coordinates in it, coordinates in the source with 0 in that dim) of a look-up.
+
+    Raises Miss for a mask and for several indices.
+    """
     if name == "index":
         given = [(dim, item) for dim, item in enumerate(arguments["indices"]) if item is not None]
         if len(given) != 1:
