@@ -14,7 +14,7 @@ class OneOf(enum.Enum):
 
     @classmethod
     def of(cls, value: object) -> Self:
-        """Return the member for a member or its value. Raises BadSetting."""
+        """Return the member for a member or its value. Raises BadSetting for anything else."""
         try:
             return cls(value)
         except ValueError:
@@ -42,7 +42,7 @@ class Validate(OneOf):
 
     @classmethod
     def of(cls, value: object) -> Self:
-        """Return the member for a member, True, False or "where possible". Raises BadSetting."""
+        """Return the member for a member, True, False or "where possible". Raises BadSetting for anything else."""
         # 1 == True and 0 == False would be accepted by value; an int here is a mistake.
         return super().of(value if isinstance(value, (bool, str, cls)) else repr(value))
 

@@ -24,7 +24,7 @@ def parsed(text: str | bytes, kind: type[T] | Any = Any, where: str = "the file"
 
 
 def read_json(path: Path, kind: type[T] | Any = Any) -> Any:
-    """Return a file's JSON converted to ``kind``. Raises FileUnfit."""
+    """Return a file's JSON converted to ``kind``. Raises FileUnfit if it cannot be read or is not of this type."""
     try:
         content = path.read_bytes()
     except OSError as error:

@@ -124,7 +124,7 @@ class ModelFile:
 
 
 def sites_of(metadata: Mapping[str, str]) -> list[str]:
-    """Return the module paths in a file's metadata: at least one, without repeats. Raises FileUnfit."""
+    """Return the module paths in a file's metadata: at least one, without repeats. Raises FileUnfit otherwise."""
     sites: list[str] = parsed(metadata.get("sites", ""), Annotated[list[str], AtLeast(1)], "sites")
     if len(set(sites)) != len(sites):
         twice = shown(sorted(path for path in sites if sites.count(path) > 1))

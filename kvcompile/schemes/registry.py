@@ -61,7 +61,7 @@ def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
 
 
 def _checked(scheme: object) -> type[Scheme]:
-    """Return ``scheme`` if it is a scheme class. Raises BadScheme."""
+    """Return ``scheme`` if it is a scheme class. Raises BadScheme if not."""
     if not (isinstance(scheme, type) and issubclass(scheme, Scheme) and dataclasses.is_dataclass(scheme)):
         raise BadScheme(expected="a frozen dataclass that derives from kvcompile.Scheme", found=scheme)
     scheme()
@@ -124,7 +124,9 @@ Kind = TypeVar("Kind", bound=type[Scheme])
 
 
 def register(scheme: Kind) -> Kind:
-    """Add a scheme class of another package under its name and return it; a decorator. Raises BadScheme.
+    """Add a scheme class of another package under its name and return it; a decorator.
+
+    Raises BadScheme unless it is a dataclass that derives from ``Scheme`` and its name is not one of kvcompile's own.
 
     Its source file is part of the keys of compiled code on disk, so an edit recompiles. Registering a name again, as a notebook does,
     replaces the first class.
@@ -215,7 +217,10 @@ def make(name: str, **options: object) -> Scheme:
 
 @functools.cache
 def parse(text: str) -> Scheme:
-    """Return the scheme for text such as ``int4`` or ``int4(group=64)``, as ``Scheme.spec`` writes it. Raises a SchemeError."""
+    """Return the scheme for text such as ``int4`` or ``int4(group=64)``, as ``Scheme.spec`` writes it.
+
+    Raises a SchemeError for other text.
+    """
     name, opened, rest = text.strip().partition("(")
     if opened and not rest.endswith(")"):
         raise UnknownScheme(known=list(BY_NAME), name=text, hint="; options end with ')'")

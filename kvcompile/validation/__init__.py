@@ -41,7 +41,10 @@ def _undisturbed(captured: Captured) -> Iterator[None]:
 
 
 def _tried(whole: Outline, number: Number, examples: Sequence[Any]) -> Verdict | None:
-    """Return the verdict on a program in float64, or in float32 if float64 leads to none; None if it is large. Raises NotApart."""
+    """Return the verdict on a program in float64, or in float32 if float64 leads to none; None if it is large.
+
+    Raises NotApart if it cannot be run by itself.
+    """
     for dtype in (torch.float64, torch.float32):
         try:
             part = plain(cut(whole, number), dtype, number)

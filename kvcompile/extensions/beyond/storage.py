@@ -55,7 +55,7 @@ def load_tables(path: str | Path, model: torch.nn.Module) -> Beyond:
 
 
 def read_tables(path: str | Path) -> Beyond:
-    """Read a file of tables without comparing it with a model. Raises BadTables."""
+    """Read a file of tables without comparing it with a model. Raises BadTables if it is not one."""
     tensors, metadata = FILE.read(path, _declared)
     sites = {site: SiteTables(*(_table(tensors, site, role) for role in Role)) for site in sites_of(metadata)}
     plain = _scheme(metadata)
@@ -76,7 +76,7 @@ def _table(tensors: Mapping[str, torch.Tensor], site: str, role: Role) -> Table:
 
 
 def _scheme(metadata: Mapping[str, str]) -> Beyond:
-    """Return the scheme of a file's metadata, without tables. Raises BadTables."""
+    """Return the scheme of a file's metadata, without tables. Raises BadTables if it names no scheme of beyond."""
     text = metadata.get("scheme", "")
     found = SPELLED.fullmatch(text)
     dtype = getattr(torch, found["dtype"], None) if found else None

@@ -133,7 +133,10 @@ class ModelTables:
         return sum(table.levels.numel() + table.thresholds.numel() for table in tables)
 
     def for_module(self, path: str) -> SiteTables:
-        """Return the tables of the attention at a module path, which may have a longer or shorter prefix here. Raises TablesMissing."""
+        """Return the tables of the attention at a module path, which may have a longer or shorter prefix here.
+
+        Raises TablesMissing if there are none.
+        """
         entry = entry_of(path, self.sites)
         if entry is None:
             raise TablesMissing(path=path or "(unknown)", known=shown(self.sites))

@@ -437,7 +437,7 @@ def _layer_budgets(scheme: Smartkv, budget: float, slot: SlotSpec) -> list[float
 
 
 def _numbers(option: str, text: str, kind: type) -> tuple:  # type: ignore[type-arg]
-    """Return the numbers of a text that are separated by slashes. Raises BadOption."""
+    """Return the numbers of a text that are separated by slashes. Raises BadOption for other text."""
     try:
         return tuple(kind(part) for part in text.split("/"))
     except (ValueError, AttributeError) as error:

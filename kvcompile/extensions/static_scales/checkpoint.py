@@ -60,7 +60,9 @@ REMEDY = "calibrate the model with kvcompile.calibrate"
 
 
 def read_scales(source: str | Path | Source, model: torch.nn.Module, scheme: str | None = None) -> Calibrated:
-    """Return the scheme with the static scales of a checkpoint of ``model``. Raises BadScales.
+    """Return the scheme with the static scales of a checkpoint of ``model``.
+
+    Raises BadScales if there are none for the scheme or they do not fit it.
 
     ``source``: a folder with safetensors, or a state dict. ``scheme``: int8 or fp8; None takes the codes that the folder's configuration
     states for its KV cache, else fp8.
@@ -94,7 +96,7 @@ def _spelling(name: str) -> tuple[str, tuple[Role, ...]] | None:
 
 
 def _sites(tensors: Source, where: str) -> dict[str, SiteScales]:
-    """Return the scales of each module path. Raises BadScales."""
+    """Return the scales of each module path. Raises BadScales if keys or values have none, or codes have zero points."""
     named = {name: _tensor(name, value, where) for name, value in sorted(tensors.items())}
     for name, value in named.items():
         if _spelling(name) is None and bool(value.to(torch.float32).any()):
@@ -129,7 +131,7 @@ def _held(named: Source, by_role: int, where: str) -> dict[str, dict[Role, Scale
 
 
 def _tensor(name: str, value: Any, where: str) -> torch.Tensor:
-    """Return ``value`` if it is a tensor that can hold scales or zero points. Raises BadScales."""
+    """Return ``value`` if it is a tensor that can hold scales or zero points. Raises BadScales if it is not."""
     if isinstance(value, torch.Tensor) and value.dtype != torch.bool and not value.is_complex():
         return value
     found = str(value.dtype) if isinstance(value, torch.Tensor) else type(value).__name__
@@ -137,7 +139,10 @@ def _tensor(name: str, value: Any, where: str) -> torch.Tensor:
 
 
 def _scales(name: str, value: torch.Tensor, where: str) -> Scales:
-    """Return the scales in a tensor of one number or of one per head, with any further axes of size one. Raises BadScales."""
+    """Return the scales in a tensor of one number or of one per head, with any further axes of size one.
+
+    Raises BadScales for other shapes and for integers.
+    """
     if sum(size > 1 for size in value.shape) > 1:
         raise BadScales(expected=f"{name} of one scale, or one for each kv head", found=f"{tuple(value.shape)} in {where}", todo=REMEDY)
     if not value.is_floating_point():
@@ -146,7 +151,7 @@ def _scales(name: str, value: torch.Tensor, where: str) -> Scales:
 
 
 def _of_folder(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the scales and zero points of a folder's safetensors. Raises BadScales."""
+    """Return the scales and zero points of a folder's safetensors. Raises BadScales without files, or if they are damaged or disagree."""
     from safetensors import SafetensorError, safe_open
 
     found: dict[str, torch.Tensor] = {}

@@ -101,7 +101,7 @@ class ModelScales:
         return hash(self.digest)
 
     def for_module(self, path: str) -> SiteScales:
-        """Return the scales of the attention at a module path (``site_paths``). Raises ScalesMissing."""
+        """Return the scales of the attention at a module path (``site_paths``). Raises ScalesMissing if it has none."""
         entry = entry_of(path, self.sites)
         if entry is None:
             raise ScalesMissing(path=path or "(unknown)", known=shown(self.sites))

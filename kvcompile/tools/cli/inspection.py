@@ -47,7 +47,7 @@ def dump(arguments: argparse.Namespace) -> int:
 
 
 def _policy(arguments: argparse.Namespace) -> object:
-    """Return the policy of the scheme arguments, checked before a model is built. Raises a SchemeError."""
+    """Return the policy of the scheme arguments, checked before a model is built. Raises a SchemeError for one that is none."""
     pair: object = arguments.scheme
     if arguments.key_scheme or arguments.value_scheme:
         pair = {"k": arguments.key_scheme or arguments.scheme, "v": arguments.value_scheme or arguments.scheme}

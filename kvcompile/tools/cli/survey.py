@@ -47,7 +47,7 @@ class _Job:
 
 
 def read_cases(path: Path) -> list[Case]:
-    """Return the cases that an earlier survey wrote as JSON. Raises FileUnfit."""
+    """Return the cases that an earlier survey wrote as JSON. Raises FileUnfit if the file is not one."""
     found: list[Case] = read_json(path, list[Case])
     return found
 

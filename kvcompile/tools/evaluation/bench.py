@@ -184,5 +184,5 @@ def _options(task: str, effort: Effort) -> dict[str, int]:
 
 
 def labels(names: Sequence[str]) -> list[tuple[str, str]]:
-    """Return (scheme as given, label) of each name. Raises a SchemeError."""
+    """Return (scheme as given, label) of each name. Raises a SchemeError for a name of no scheme."""
     return [(name, short_scheme(parse(name))) for name in names]

@@ -104,7 +104,7 @@ class Results:
         return PairedComparison.of(scheme, other, int(self.config.get("seed", 0)))
 
     def named(self, label: str) -> Measured:
-        """Return the scheme with this label. Raises BadEvaluation."""
+        """Return the scheme with this label. Raises BadEvaluation if there is none."""
         for row in self.schemes:
             if row.scheme == label:
                 return row
@@ -129,7 +129,7 @@ class Results:
 
     @staticmethod
     def load(path: Path) -> Results:
-        """Return the results in a results.json. Raises ResultsUnread."""
+        """Return the results in a results.json. Raises ResultsUnread if the file is not one of this version."""
         try:
             read = read_json(path, dict[str, Any])
             if read.get("format") != FORMAT:

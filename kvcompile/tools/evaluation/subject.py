@@ -145,7 +145,10 @@ class Subject:
         return tuple(spans[row % len(spans)].kind for row in range(rows))
 
     def _long_spans(self, whole: int) -> list[Span]:
-        """Return the spans of at least ``whole`` units, or one over the whole filler if none is that long. Raises BadEvaluation."""
+        """Return the spans of at least ``whole`` units, or one over the whole filler if none is that long.
+
+        Raises BadEvaluation if the filler is too short.
+        """
         found = [span for span in self.spans if span.stop - span.start >= whole]
         if not found and len(self.filler) < whole:
             raise BadEvaluation(

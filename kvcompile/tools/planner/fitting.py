@@ -55,7 +55,10 @@ def fit(memory: float, sensitivity: str | Path | Sensitivity, context: int, batc
 
 
 def fitted(known: Sensitivity, memory: int, context: int, batch: int = 1) -> Fitted:
-    """Return the fitted policy with its sums; bytes are those of static caches of ``context`` tokens. Raises BudgetTooSmall."""
+    """Return the fitted policy with its sums; bytes are those of static caches of ``context`` tokens.
+
+    Raises BudgetTooSmall if no policy fits.
+    """
     fronts = [_unbeaten(_choices(known, layer, context, batch), lambda item: (item.nbytes, item.damage)) for layer in known.layers]
     least = [min(item.nbytes for item in front) for front in fronts]
     if sum(least) > memory:

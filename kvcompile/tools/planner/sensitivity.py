@@ -98,7 +98,7 @@ class Sensitivity:
 
     @staticmethod
     def load(path: Path) -> Sensitivity:
-        """Return the damages of a file that ``save`` wrote. Raises SensitivityUnread."""
+        """Return the damages of a file that ``save`` wrote. Raises SensitivityUnread if it is not one."""
         try:
             read = read_json(path, Saved)
         except FileUnfit as error:
@@ -180,7 +180,9 @@ class Trial:
         self.reference = whole[:, prompt - 1 :].double().log_softmax(-1)
 
     def kl(self, policy: object, validate: bool = True) -> float:
-        """Return the KL, in nats per token, from the uncompiled model to the model under a policy. Raises SiteRefused.
+        """Return the KL, in nats per token, from the uncompiled model to the model under a policy.
+
+        Raises SiteRefused if a site is refused under it.
 
         ``validate``: validate each rewritten site; once is enough, since the result does not depend on the scheme.
         """

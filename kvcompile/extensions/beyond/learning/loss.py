@@ -53,7 +53,7 @@ def _chunk(logits: torch.Tensor, targets: torch.Tensor, kept: torch.Tensor) -> t
 
 
 def parts(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a batch as (ids int64 [B, S], target mask bool [B, S]). Raises BadBatch."""
+    """Return a batch as (ids int64 [B, S], target mask bool [B, S]). Raises BadBatch unless these are its tensors."""
     given = batch if isinstance(batch, Mapping) else {"input_ids": batch}
     ids = given.get("input_ids")
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.dtype != torch.int64 or ids.shape[1] < 2:

@@ -59,7 +59,7 @@ class CalibrationOptions:
 
     @staticmethod
     def of(scheme: str, granularity: str | ScaleExtent, percentile: float, margin: float) -> CalibrationOptions:
-        """Return the options from the arguments of ``calibrate``. Raises BadCalibration."""
+        """Return the options from the arguments of ``calibrate``. Raises BadCalibration for a value that is not allowed."""
         kind = static_of(scheme) if isinstance(scheme, str) else None
         if kind is None:
             raise BadCalibration(setting="scheme", expected=" or ".join(NAMES), found=scheme)
