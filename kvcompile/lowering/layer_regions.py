@@ -191,7 +191,10 @@ def _left(nodes: Sequence[fx.Node], repeated: RepeatedLayers) -> int:
 
 
 def _outputs(nodes: Sequence[fx.Node], repeated: RepeatedLayers) -> list[int]:
-    """Return the indices in a run whose results are used outside of it, in any run, without results that are whole operands."""
+    """Return the indices within a run of the nodes that its region must return, ascending: in some run they have users outside of it.
+
+    A node with one of the run's operands as its result is left out.
+    """
     found = set()
     for number in range(repeated.count):
         members = _members(nodes, repeated, number)

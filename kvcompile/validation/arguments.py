@@ -205,9 +205,9 @@ class Arguments:
         raise NotApart("no values of its positions and masks were found with which it writes its tokens in order")
 
     def chosen(self, made: list[Any], order: list[int], ways: list[list[torch.Tensor]], moment: TrialCall) -> bool:
-        """Return whether some combination of readings makes a possible call.
+        """Fill ``made`` with the first combination of readings that makes a possible call; return False if none does.
 
-        ``made`` then holds it, and the next call tries it first.
+        ``order``: the arguments to fill; ``ways``: each one's readings. The next call tries the readings that were found first.
         """
         every = list(itertools.islice(itertools.product(*(range(len(options)) for options in ways)), COMBINATIONS))
         # A mask may hide all tokens from some query for any argument: then try without the check of masks.

@@ -45,7 +45,7 @@ def countings(part: Subgraph, arguments: Arguments) -> list[frozenset[Any]]:
 
 @dataclass(frozen=True)
 class Sessions:
-    """The sessions in which a trial compares a program, given the symbols that count tokens (``counters``)."""
+    """The sessions that trials run: up to three successive calls each over one cache; ``counters``: symbols that count its tokens."""
 
     part: Subgraph
     arguments: Arguments

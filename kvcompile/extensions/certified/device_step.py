@@ -344,7 +344,7 @@ class DeviceStep:
         return dict(CHAIN=head_bounds.CHAIN, T=self.turn, FLOOR=floor, CODES=not self.full)
 
     def bound_sums_again(self, exact: Masses) -> Sums:
-        """Return the sums of rows that fall back: all from originals, relative to the largest exact logit."""
+        """Return the certificate's sums again for rows that fall back: all blocks from originals, relative to the largest exact logit."""
         return self._bound_sums(exact, Chosen(self.falls, self.falls, None), self.exact_top, True)
 
     def _bound_sums(self, exact: Masses, chosen: Chosen, top: torch.Tensor, everything: bool) -> Sums:

@@ -263,7 +263,10 @@ def pool_rows(counts: Sequence[Sequence[int]], widths: tuple[int, ...], heads: i
 
 
 def with_pool_rows(ends_LBn: torch.Tensor, widths: tuple[int, ...], heads: int, head_dim: int) -> torch.Tensor:
-    """Return planes ``ends``, int32 [L, 1, B, 1, 1, 2 * levels], from the buckets' ends, int32 [L, B, levels]. Does not wait."""
+    """Return the planes ``ends`` of L layers, int32 [L, 1, B, 1, 1, 2 * levels]: the ends of buckets, then their first rows of the pool.
+
+    ``ends_LBn``: the ends of buckets, int32 [L, B, levels]. Does not wait for the device.
+    """
     sizes = on_device([heads * (head_dim * bits // 8) for bits in widths], ends_LBn.device)
     flat = ends_LBn.flatten(1).to(torch.int64)
     counts = flat - torch.nn.functional.pad(flat[:, :-1], (1, 0))

@@ -60,7 +60,10 @@ def counted(changed_RT: torch.Tensor, after_RT: torch.Tensor, number: int) -> to
 
 
 def again(widths: tuple[int, ...], before_BT: torch.Tensor, after_BT: torch.Tensor, counts: tuple[tuple[int, ...], ...]) -> Again:
-    """Return the tokens to re-encode, from their levels before and after, int8 [B, T], and the numbers of ``counted``, on the host."""
+    """Return the tokens to re-encode, sorted by new level, from levels before and after, int8 [B, T]; unchanged tokens come last.
+
+    ``counts``: the changed tokens' number by row and level, from ``counted``, read by the host.
+    """
     by_level = torch.where(changed(widths, before_BT, after_BT), after_BT, len(widths))
     return Again(by_level.argsort(dim=-1, stable=True), counts)
 

@@ -204,7 +204,7 @@ class Smartkv(Adaptive):
 
     @functools.cached_property
     def levels(self) -> Ladder:
-        """The levels that a token may have."""
+        """The ladder of levels that a token may have: the widths of its key and value at each level, least first."""
         return ladder(self.key_value_widths, self.preference)
 
     @functools.cached_property
@@ -236,7 +236,7 @@ class Smartkv(Adaptive):
         return slot.head_dim * buckets.MEAN_DTYPE.itemsize if self.frame is Frame.TURNED else 0
 
     def cost(self, slot: SlotSpec) -> Cost:
-        """Return the byte costs of a settled token: codes, scales, and a 4-byte position for each of keys and values."""
+        """Return the ``Cost`` of settled tokens, their bytes at any widths: codes, scales, and a 4-byte position each for key and value."""
         return Cost(slot.heads, slot.head_dim, self.scale_dtype.itemsize, beside=8)
 
     def share(self, tokens: int) -> float:

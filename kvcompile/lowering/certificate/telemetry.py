@@ -104,7 +104,10 @@ def accumulate(telemetry: torch.Tensor, figures: torch.Tensor, counts: torch.Ten
 
 
 def _sums(figures: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Return the columns of a step [B, K, columns], from figures and counters [B, K, rows, ...]."""
+    """Return a step's ``COLUMNS``, float64 [B, K, columns], from figures and counters of each query row, [B, K, rows, ...].
+
+    Over the rows, figures are summed and maximised, counters summed, and rungs and causes counted.
+    """
     by_row = figures.to(torch.float64)
     rung, causes = counts[..., Count.RUNG], counts[..., Count.CAUSES]
     # All columns of a kind at once: one at a time, each would be a kernel.

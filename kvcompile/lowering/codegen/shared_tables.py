@@ -62,7 +62,7 @@ def _bytes(index: str, itemsize: int) -> str:
 
 
 def plane_bytes(bits: int) -> int:
-    """Return the bytes of a table of 2^bits levels in two planes, high bytes first."""
+    """Return the size in bytes of a table of 2^bits levels, stored as a plane of high bytes and a plane of low bytes."""
     return PLANES << bits
 
 

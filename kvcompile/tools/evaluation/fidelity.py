@@ -57,7 +57,10 @@ def modules(model: Any, paths: Sequence[str]) -> list[str]:
 
 @torch.no_grad()
 def dense_outputs(subject: Subject, ids: torch.Tensor, prompt: int, paths: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Return the uncompressed model's outputs [B, T, ...] for the tokens that a scheme decodes one by one, by path."""
+    """Return the outputs [B, T, ...] of the modules at ``paths`` in the uncompressed model, by path, on the host.
+
+    T counts the tokens that a scheme decodes one by one: from the last one of the ``prompt`` to the last but one of ``ids``.
+    """
     with heard(subject.model, paths) as found:
         subject.model(input_ids=ids[:, :-1], use_cache=False, **last_only(subject.model))
     return {path: torch.cat(tensors, 1)[:, prompt - 1 :].cpu() for path, tensors in found.items() if tensors}

@@ -74,7 +74,10 @@ def traced(name: str, model: torch.nn.Module, inputs: Any, capacity: int | None 
 
 
 def _remainder(seen: Observation, tensors: list[torch.Tensor], capacity: int | None) -> Remainder:
-    """Return the bytes of cache tensors that belong to no slot, per row; tensors with a dim of ``capacity`` count per token."""
+    """Return the bytes of cache tensors that belong to no slot: per token for a tensor with a dim of ``capacity``, else in all.
+
+    The traced batch counts as one row. Tensors without dims are counters and left out.
+    """
     owned = {id(item.tensor(slot)) for item in seen.graphs for site in item.matched.sites for slot in site.slots}
     # A concatenated cache becomes a new tensor in the call: the result that the slot's graph returned.
     owned |= {

@@ -186,7 +186,11 @@ class _Search:
     """Whether the number of gathered tokens is a plain int."""
 
     def places(self, form: Linearity) -> Places:
-        """Return the slots of all tokens as a sum of indices, given slot numbers ``form`` in the source; raises Miss for other indices."""
+        """Return the slots of the tokens that the gather reads, as a sum over its index tensors and its dims without an index.
+
+        ``form``: the slot number of each element of the gather's source. Raises Miss where a dim does not number slots, or follows neither
+        tokens nor batch rows.
+        """
         shape = sizes(self.taken.source)
         picked = []
         for index in self.taken.indices:
