@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from kvcompile.errors import NotPlanned
-from kvcompile.passes.graph.shapes import estimate
+from kvcompile.passes.graph.shapes import estimate, size_along
 from kvcompile.passes.plan.policy import Policy
 from kvcompile.tools.planner.activations import Activations, activations
 from kvcompile.tools.planner.observer import Observation, observed
@@ -74,21 +74,24 @@ def traced(name: str, model: torch.nn.Module, inputs: Any, capacity: int | None 
 
 
 def _remainder(seen: Observation, tensors: list[torch.Tensor], capacity: int | None) -> Remainder:
-    """Return the bytes of cache tensors that belong to no slot: per token for a tensor with a dim of ``capacity``, else in all.
+    """Return the bytes per batch row of cache tensors that belong to no slot: per token for a tensor with a dim of ``capacity``.
 
-    The traced batch counts as one row. Tensors without dims are counters and left out.
+    A tensor whose first dim is the traced batch is divided by it; others are held once for each row. Tensors without dims are counters
+    and left out.
     """
     owned = {id(item.tensor(slot)) for item in seen.graphs for site in item.matched.sites for slot in site.slots}
     # A concatenated cache becomes a new tensor in the call: the result that the slot's graph returned.
     owned |= {
         id(item.returned[index]) for item in seen.graphs for site in item.matched.sites for slot in site.slots for index in slot.outputs
     }
+    attention = next(site.attention for item in seen.graphs for site in item.matched.sites)
+    rows = estimate(size_along(attention.q, attention.q_roles, "B", attention.folded))
     fixed = per_token = 0
     for tensor in tensors:
         if id(tensor) in owned or not tensor.dim():
             # A tensor without dims is a counter.
             continue
-        count = math.prod(tensor.shape) * tensor.dtype.itemsize
+        count = math.prod(tensor.shape) * tensor.dtype.itemsize // (rows if tensor.shape[0] == rows else 1)
         if capacity is not None and capacity in tensor.shape:
             per_token += count // capacity
         else:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,6 +13,7 @@ from kvcompile.schemes import parse
 from kvcompile.tools.planner.activations import Activations
 from kvcompile.tools.planner.capacity import Demand
 from kvcompile.tools.planner.figures import Damage, Figures, Speed, figures
+from kvcompile.tools.planner.model import traced
 from kvcompile.tools.planner.phantom import hollow, phantom
 from kvcompile.tools.planner.recommend import Generation, Option, recommend
 from kvcompile.tools.planner.stores import Remainder, StoredSlot, Stores
@@ -153,3 +157,27 @@ def test_phantoms_take_no_memory() -> None:
 def test_remainder_is_counted() -> None:
     stores = Stores(llama_70b("int8").stored, Remainder(fixed=1000, per_token=10))
     assert stores.device_bytes(3, 64) == llama_70b("int8").device_bytes(3, 64) + 3 * (1000 + 640)
+
+
+class StateBesideCache(torch.nn.Module):
+    """An attention over a growing cache, with a state of 40 numbers a batch row in the cache that it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(20, 32)
+
+    def forward(self, input_ids: torch.Tensor, past_key_values: Any = None) -> Any:
+        x = self.embedding(input_ids)
+        q = x.unflatten(-1, (2, 16)).transpose(1, 2)
+        before = (q[:, :, :0], q[:, :, :0], None) if past_key_values is None else past_key_values
+        keys, values = torch.cat([before[0], q], 2), torch.cat([before[1], 2 * q], 2)
+        state = x.new_zeros(x.shape[0], 4, 10)
+        out = torch.nn.functional.scaled_dot_product_attention(q, keys, values)
+        return SimpleNamespace(logits=out, past_key_values=(keys, values, state))
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_what_belongs_to_no_slot_is_counted_by_row(rows: int) -> None:
+    """A factory may trace more rows than one; ``Remainder`` is multiplied by the rows that are asked for."""
+    found = traced("state", StateBesideCache(), {"input_ids": torch.ones(rows, 6, dtype=torch.long)})
+    assert found.remainder == Remainder(fixed=4 * 10 * 4, per_token=0)
