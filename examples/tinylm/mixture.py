@@ -32,13 +32,13 @@ class Mixture:
     plans: tuple[float, ...] = (0.1, 0.2, 0.15, 0.1, 0.1, 0.1, 0.08, 0.07, 0.1)
 
 
-def _merge(rng: random.Random, one: tasks.Plan, two: tasks.Plan) -> tasks.Plan:
+def _merge(rng: random.Random, one: tasks.TaskPlan, two: tasks.TaskPlan) -> tasks.TaskPlan:
     questions = [*one.questions, *two.questions]
     rng.shuffle(questions)
-    return tasks.Plan(one.groups + two.groups, tuple(questions))
+    return tasks.TaskPlan(one.groups + two.groups, tuple(questions))
 
 
-def _plan(rng: random.Random, kind: int, length: int) -> tasks.Plan:
+def _plan(rng: random.Random, kind: int, length: int) -> tasks.TaskPlan:
     """A random plan of a kind, of a size that fits well in `length` bytes."""
     if kind == 0:
         keys = rng.randint(1, max(1, min(4, length // 150)))

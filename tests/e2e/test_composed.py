@@ -64,7 +64,7 @@ def test_refused_for_its_reason_and_right(case: Case) -> None:
 def test_validation_runs_nothing_in_which_others_take_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that knows the verdict from before would not come, and the others would wait: the cut begins behind such calls."""
     seen: list[str] = []
-    plain = validation.cpu_program
+    plain = validation.plain
 
     def looked_at(part: Subgraph, *rest: Any) -> Subgraph:
         seen.extend(str(node.target) for node in part.captured.graph.nodes if AS_WRITTEN in node.meta and node.op != "placeholder")
