@@ -17,7 +17,6 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from kvcompile.extensions.static_scales.storage import load_scales
 from kvcompile.schemes import Adaptive
 from kvcompile.tools.cli.console import console
 from kvcompile.tools.cli.packaged import PACKAGED
-from kvcompile.tools.cli.subjects import SHIPPED, checkpoint, tinylm
+from kvcompile.tools.cli.subjects import SHIPPED, named
 from kvcompile.tools.evaluation import plots
 from kvcompile.tools.evaluation.bench import DENSE, QUICK, Bench, Effort, labels
 from kvcompile.tools.evaluation.corpus import fingerprint, own_passages
@@ -229,9 +228,6 @@ def _number(setting: str, text: str, kind: Callable[[str], Any], least: float) -
 
 
 def subject_of(arguments: argparse.Namespace) -> Subject:
-    """Return tinylm, a model of bytes like it, or a model with its tokenizer."""
+    """Return the subject of the command's target."""
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
-    shipped = SHIPPED.get(arguments.target or "tinylm")
-    if shipped is not None or arguments.bytes:
-        return tinylm(arguments.device, dtype, shipped or Path(arguments.target), arguments.data)
-    return checkpoint(arguments.target, arguments.data, arguments.device, dtype)
+    return named(arguments.target, arguments.data, arguments.device, dtype, arguments.bytes)

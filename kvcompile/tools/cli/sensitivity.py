@@ -23,7 +23,7 @@ from kvcompile.report import short_scheme
 from kvcompile.schemes import parse
 from kvcompile.tools.cli.console import console
 from kvcompile.tools.cli.plan_target import ODD
-from kvcompile.tools.cli.subjects import checkpoint, tinylm
+from kvcompile.tools.cli.subjects import named
 from kvcompile.tools.cli.targets import static_cache
 from kvcompile.tools.planner.fitting import Fitted, fitted
 from kvcompile.tools.planner.model import traced
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure (or read) the damages, write and print them, and fit a policy if a memory budget is given."""
     names = [short_scheme(parse(item)) for item in arguments.schemes]
     known = None if arguments.read is None else Sensitivity.load(arguments.read)
-    subject = _tinylm(arguments) if arguments.target in {None, "tinylm"} else _checkpoint(arguments)
+    subject = _subject_of(arguments)
     if known is None:
         known = _measured(subject, names)
     if arguments.output is not None:
@@ -70,18 +70,11 @@ def _measured(subject: DecodingSubject, names: list[str]) -> Sensitivity:
         return measured(subject.name, subject.trial, subject.layers, names, done)
 
 
-def _tinylm(arguments: argparse.Namespace) -> DecodingSubject:
-    """Return tinylm with its held-out text; its prompts have one more token, the start token."""
-    found = tinylm(arguments.device)
-    return _subject("tinylm", found.model, found.texts(arguments.context, arguments.steps, arguments.rows), arguments.context + 1)
-
-
-def _checkpoint(arguments: argparse.Namespace) -> DecodingSubject:
-    """Return a model with its tokenizer, its layers, and texts of several kinds. Raises TargetError."""
-    data = [] if arguments.text is None else [arguments.text]
-    found = checkpoint(arguments.target, data, arguments.device)
+def _subject_of(arguments: argparse.Namespace) -> DecodingSubject:
+    """Return the model of the command's target with its layers and texts; prompts begin with its start tokens. Raises TargetError."""
+    found = named(arguments.target, [] if arguments.text is None else [arguments.text], arguments.device)
     ids = found.texts(arguments.context, arguments.steps, arguments.rows)
-    return _subject(arguments.target, found.model, ids, len(found.start) + arguments.context)
+    return _subject(found.name, found.model, ids, len(found.start) + arguments.context)
 
 
 def _subject(name: str, model: Any, ids: torch.Tensor, prompt: int) -> DecodingSubject:

@@ -15,7 +15,7 @@ from kvcompile.errors import BadBatch, BadEvaluation, TargetError
 from kvcompile.extensions.beyond.learning.text import documents
 from kvcompile.tools.cli.packaged import PACKAGED, gguf_file
 from kvcompile.tools.cli.targets import TargetOptions, quiet, resolve, silent_bars, static_cache
-from kvcompile.tools.evaluation.corpus import Passage, file_passages, own_passages
+from kvcompile.tools.evaluation.corpus import Passage, own_passages
 from kvcompile.tools.evaluation.subject import AnswerRule, Span, Subject, TokenWriting
 from kvcompile.tools.evaluation.tasks import BYTES
 
@@ -24,6 +24,19 @@ SHIPPED = {"tinylm": TINYLM, "tinylm-16k": TINYLM.with_name("tinylm_16k")}
 """Byte-level models in the repository, by the names that commands take."""
 TRAINED = ("needle", "multikey", "variable")
 """Tasks that both models were trained on: one line among filler, one of many lines, a chain of assignments."""
+
+
+def named(
+    target: str | None, data: Sequence[Path] = (), device: str = "cpu", dtype: torch.dtype | None = None, as_bytes: bool = False
+) -> Subject:
+    """Return the subject that a command names: a byte-level model (None: tinylm), or a model with its tokenizer. Raises TargetError.
+
+    ``data``: text files for prompts. ``as_bytes``: ``target`` is the folder of a byte-level model.
+    """
+    name = target or "tinylm"
+    if name in SHIPPED or as_bytes:
+        return tinylm(device, dtype, SHIPPED.get(name, Path(name)), data)
+    return checkpoint(name, data, device, dtype)
 
 
 def tinylm(
@@ -55,7 +68,8 @@ def checkpoint(path: str, data: Sequence[Path] = (), device: str = "cpu", dtype:
     """
     target = resolve(path, TargetOptions(dtype=dtype, device=device))
     if not Path(path).is_dir() and gguf_file(path) is None:
-        raise TargetError(found=path, why="eval needs a checkpoint folder or GGUF file with a tokenizer: random weights answer nothing")
+        why = "measuring quality needs a checkpoint folder or GGUF file with a tokenizer: random weights answer nothing"
+        raise TargetError(found=path, why=why)
     tokenizer = tokenizer_of(path)
     model: Any = target.model
     passages = read_passages(data) if data else own_passages()
@@ -86,8 +100,8 @@ def joined(data: Sequence[Path]) -> str:
 
 
 def read_passages(data: Sequence[Path]) -> tuple[Passage, ...]:
-    """Return the text of each file as a kind of its own. Raises BadEvaluation if one cannot be read."""
-    return file_passages(data, [joined([path]) for path in data])
+    """Return the text of each file as a kind of its own, named after the file. Raises BadEvaluation if one cannot be read."""
+    return tuple(Passage(path.stem, joined([path])) for path in data)
 
 
 def tokenizer_of(path: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import sysconfig
 from collections.abc import Sequence
@@ -26,20 +27,15 @@ class Passage:
     text: str
 
 
+@functools.cache
 def own_passages() -> tuple[Passage, ...]:
     """Return prose, code and one long document: chapters of the language reference and modules of the standard library."""
     from pydoc_data.topics import topics
 
     prose = "\n\n".join(topics[name] for name in sorted(topics) if name != DOCUMENT)
     library = Path(sysconfig.get_paths()["stdlib"])
-    found = [library / name for name in MODULES if (library / name).is_file()] or list((library / "pathlib").glob("*.py"))
-    code = "\n\n".join(path.read_text(encoding="utf-8") for path in found)
+    code = "\n\n".join((library / name).read_text(encoding="utf-8") for name in MODULES if (library / name).is_file())
     return Passage("prose", prose), Passage("code", code), Passage("document", topics[DOCUMENT])
-
-
-def file_passages(paths: Sequence[Path], texts: Sequence[str]) -> tuple[Passage, ...]:
-    """Return each file's text as a kind of its own, named after the file."""
-    return tuple(Passage(path.stem, text) for path, text in zip(paths, texts, strict=True))
 
 
 def fingerprint(passages: Sequence[Passage]) -> str:
