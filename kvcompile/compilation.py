@@ -239,7 +239,7 @@ class Compilation:
         return Plan(kept, (*planned.refusals, *refusals), planned.left_out)
 
     def _announce(self) -> None:
-        """Log new refusals and sites that were rewritten without validation; raise SiteRefused if ``strict`` and a site was refused."""
+        """Log each refusal once, and each site rewritten without validation. Raises SiteRefused for a refusal under ``strict``."""
         for refusal in self.report.refusals:
             if str(refusal) not in self.memory.reported:
                 self.memory.reported[str(refusal)] = ""

@@ -1,4 +1,4 @@
-"""Errors of kvcompile, one class per kind: what was expected, what was found, where, and what to do.
+"""Errors of kvcompile, one class per kind, with a message of the expected and the found value, the place and the remedy.
 
 Each class holds its message template, so that all messages can be read here and a caller catches a kind of error instead of parsing text.
 """

@@ -20,7 +20,7 @@ def moved(batch: Any, device: torch.device) -> Any:
 
 @contextlib.contextmanager
 def frozen(model: torch.nn.Module) -> Iterator[None]:
-    """Set a model to evaluation without gradients for its parameters, and restore both afterwards."""
+    """Put a model into eval mode with ``requires_grad`` off for a ``with`` block; restore both per module and parameter."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     modules = [module for module in model.modules() if module.training]
     model.eval()

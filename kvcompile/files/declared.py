@@ -48,7 +48,7 @@ class AtLeast:
 
 @dataclass(frozen=True)
 class Whole:
-    """Marks an annotated dataclass whose fields must all be given, even those with defaults."""
+    """Annotation of a dataclass: a file must give every field, fields with defaults included."""
 
 
 def as_declared(kind: Any, value: Any, where: str = "the file") -> Any:

@@ -61,7 +61,7 @@ def cpp_source(formats: Sequence[KernelFormat]) -> str:
 
 
 def compare(fmt: KernelFormat, part: int, words: torch.Tensor, out: torch.Tensor, what: str) -> None:
-    """Check that ``out``, computed by ``what``, equals ``unpack`` of the words; except codes of NaN, which occur under a NaN scale only."""
+    """Check ``out``, values that the code named ``what`` gave for ``words``, against ``unpack``; words that unpack to NaN may differ."""
     eager = fmt.unpack(words, part)
     finite = eager.isfinite()
     if not int(finite.sum()) >= len(words) - 2:

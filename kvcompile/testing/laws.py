@@ -37,13 +37,13 @@ class LeftOut(Exception):
 
 
 def unlike(expected: str, found: object) -> NoReturn:
-    """Report what a law expected and what it found instead."""
+    """Raise Unlike with a law's expected and found value."""
     raise Unlike(expected, found)
 
 
 @dataclass(frozen=True)
 class Law:
-    """One law: its name, the settings that it is tried on, what to do where it is broken, and the function that tries it."""
+    """A law: its name, its settings (``over``), the remedy for a violation (``todo``), and the function ``body`` that tries one setting."""
 
     name: str
     over: Over

@@ -62,7 +62,7 @@ def _bytes(scheme: Scheme, spec: SlotSpec, batch: int, tokens: int) -> None:
     store = Store(StoreSpec(spec, scheme, layout), batch, CPU, pages)
     shared = sum(math.prod(plane.shape(0, batch, heads)) * plane.dtype.itemsize for plane in layout.planes if plane.shared)
     fixed = heads * (batch * layout.bytes_per_row + layout.bytes_per_head) + shared
-    # What a budget allows is less than what a token takes when it enters; originals are beside it.
+    # A new token takes more bytes than the budget allows on average; full-precision planes do not count towards the budget.
     kept = sum(plane.width * plane.dtype.itemsize for plane in layout.planes[: layout.encoded] if plane.originals)
     budget = 16 * scheme.announced + 8 * kept / spec.head_dim if isinstance(scheme, Adaptive) else None
     pairs = [

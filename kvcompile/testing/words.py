@@ -30,7 +30,7 @@ def plain_name_is_the_default(scheme: Scheme) -> None:
 
 @law(Over.DEFAULT, TEXT)
 def wrong_text_is_refused(scheme: Scheme) -> None:
-    """Check the errors for an unknown option, which name all options, and for a misspelled name, which suggest the right one."""
+    """Check that an unknown option raises an error with all options, and a misspelled name one with the nearest name."""
     try:
         make(scheme.name, no_such_option=1)
     except UnknownOption as error:

@@ -216,7 +216,7 @@ def cut(whole: Outline, number: Number = same) -> Subgraph:
 
 
 def _foreign(node: fx.Node) -> bool:
-    """Return whether a plain tensor comes from other processes or from a call on tensors made of others: an argument of the program.
+    """Return whether a node's plain tensor comes from a collective or from sharded or quantized tensors; it becomes an argument.
 
     Another process may know the verdict already, and would not take part in the call.
     """
@@ -224,7 +224,7 @@ def _foreign(node: fx.Node) -> bool:
 
 
 def _shared(node: fx.Node) -> bool:
-    """Return whether a node is a call on tensors made of other tensors (sharded, quantized), or waits for other processes."""
+    """Return whether a node is a call on sharded or quantized tensors (tensor subclasses), or a collective over processes."""
     return AS_WRITTEN in node.meta or getattr(node.target, "namespace", "") in COLLECTIVE
 
 

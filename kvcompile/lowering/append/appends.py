@@ -42,12 +42,15 @@ def append_window_traced(*operands: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def append_both(*operands: Any) -> None:
-    """Run two ``append`` in a compiled graph; ``operands``: the first one's, then the second one's."""
+    """Run ``append`` for keys and for values, in one launch where possible; ``operands``: those of both calls, joined."""
     _rows(_halves(operands))
 
 
 def append_window_both(*operands: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Run two ``append_window`` in a compiled graph; ``operands``: the first one's, then the second one's."""
+    """Run ``append_window`` for keys and for values, in one launch where possible; ``operands``: those of both calls, joined.
+
+    Returns each call's results.
+    """
     return _windows(_halves(operands))
 
 

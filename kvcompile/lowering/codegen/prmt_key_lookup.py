@@ -104,10 +104,10 @@ def _fourfold(byte: int) -> int:
 
 
 def picked_word(column: str) -> str:
-    """Return an expression (Triton or Python) for the word of a column in a block of ``picked``; 16 is added for the second side."""
+    """Return source text, Triton or Python, that maps a column to a word's index in a block of ``picked``; odd columns are 16 on."""
     return f"({column} // 32 * 32 + {column} % 16 // 4 * 4 + {column} % 32 // 16 * 2 + {column} % 4 // 2 + {column} % 2 * 16)"
 
 
 def picked_column(word: str) -> str:
-    """Return an expression (Triton or Python) for the column of a word in a block of ``picked``; the inverse of ``picked_word``."""
+    """Return source, Triton or Python, that maps a word's index in a block of ``picked`` to its column; the inverse of ``picked_word``."""
     return f"({word} // 32 * 32 + {word} % 16 // 4 * 4 + {word} % 4 // 2 * 16 + {word} % 2 * 2 + {word} % 32 // 16)"

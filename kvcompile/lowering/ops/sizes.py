@@ -10,7 +10,7 @@ import torch
 
 
 class Sizes(Protocol):
-    """Queries about operands; only ``static`` may add a guard for a symbol."""
+    """The interface to shapes, dtypes and alignment of a kernel's operands; only ``static`` may add a guard on a symbolic size."""
 
     def shape(self, node: Any) -> Sequence[Any]:
         """Return an operand's sizes, integers or symbols."""

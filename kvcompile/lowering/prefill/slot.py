@@ -103,7 +103,7 @@ class TileSlot:
         return lines
 
     def scaled_by(self, block: str, factor: str) -> str:
-        """Return an expression for a block of scales or zero points times a factor, in float16, or in float32 before rounding to it."""
+        """Return Triton source that multiplies ``block``, scales or zero points, by the variable ``factor``: in float16 or in float32."""
         return f"({block} * {factor}_a * {factor}_b)" if self.halves else f"({block}.to(tl.float32) * {factor})"
 
     def channel(self, column: str) -> str:

@@ -23,7 +23,10 @@ WRAPPER = "_orig_mod."
 
 
 def module_names(gm: fx.GraphModule) -> frozenset[str] | None:
-    """Return all module names of the model, spelled as in sites; None if any is unknown. Call it while Dynamo compiles ``gm``."""
+    """Return the paths of all modules of the model that ``gm`` is traced from, as reports spell them; None if a module cannot be found.
+
+    Works only while Dynamo compiles ``gm``, since it reads the traced frame's variables.
+    """
     scopes, roots = traced_scopes(), _roots(gm)
     if scopes is None or not roots:
         return None

@@ -75,7 +75,7 @@ def value_of(node: fx.Node) -> Any:
 
 
 def is_tensor(node: object) -> TypeGuard[fx.Node]:
-    """Return whether ``node`` is a node with a tensor value."""
+    """Return whether ``node`` is an FX node whose fake value is a tensor."""
     return isinstance(node, fx.Node) and isinstance(value_of(node), torch.Tensor)
 
 

@@ -51,7 +51,7 @@ class Parts:
 
 
 def part(captured: Captured, recognisers: Sequence[Recogniser]) -> Mapping[fx.Node, Parts]:
-    """Return {output: Parts} of every attention over memory and a cache.
+    """Slice the operands of every attention over learned memory tokens joined with a cache; return them by the attention's output node.
 
     The first call adds the slices to the captured graph; later calls return the same parts.
     """

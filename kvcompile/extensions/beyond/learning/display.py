@@ -12,7 +12,7 @@ from kvcompile.report import short_scheme
 
 
 class Display:
-    """A progress bar, shown inside a ``with`` block; nothing if ``quiet``."""
+    """Progress bar of learning on stderr: steps done, figures and time left; a context manager, silent if ``quiet``."""
 
     def __init__(self, steps: int, scheme: Beyond, quiet: bool) -> None:
         bits = scheme.bits + 2 * 8 * scheme.scale_dtype.itemsize / scheme.group

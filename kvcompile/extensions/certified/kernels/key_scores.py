@@ -62,7 +62,7 @@ def octave(x, LEAST: tl.constexpr):
 
 @triton.jit
 def largest(x):
-    """Return the bits of the largest magnitude [channels], int32; above those of infinity if one is NaN."""
+    """Return the largest magnitude in each column of ``x`` [rows, channels] as float32 bits, int32; NaN gives bits above infinity's."""
     return tl.max(tl.abs(x).to(tl.int32, bitcast=True), 0)
 
 

@@ -59,7 +59,7 @@ def _between(node: Any, stop: Any) -> tuple[fx.Node, ...]:
 
 
 def read(node: Any) -> AttentionWeights | None:
-    """Return the softmax that a node completes, None where it completes none; raises Miss where it almost does."""
+    """Return the softmax whose last operation ``node`` is, None for other nodes. Raises Miss for an unknown spelling of a softmax."""
     name = op_name(node)
     if name in SOFTMAX:
         return AttentionWeights(node.args[0], _dim(node), (node,))
