@@ -1,0 +1,148 @@
+"""``kvcompile::paged_attend`` by kernels: one over items of tokens, one that merges them; nothing waits for the device."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import triton
+
+from kvcompile.lowering.codegen.template_files import joined
+from kvcompile.lowering.decode import template as decode
+from kvcompile.lowering.decode.config import plans
+from kvcompile.lowering.decode.offline import KERNEL, KernelSignature, Operand, load_module, template
+from kvcompile.lowering.decode.site import Machine
+from kvcompile.lowering.host.launches import Launcher
+from kvcompile.lowering.paged.config import Cut, PagedAttend, PagedConfig, cut_for, paged_config, query_rows
+from kvcompile.lowering.paged.merge import merge_items
+
+SOURCE = decode.OPENING + joined(__file__, "program") + decode.SUMS
+NAMED = ("BLOCKS", "MAX_QUERIES", "PAGES", "REQUESTS", "TABLE_ROW", "TARGET")
+"""Arguments that are numbers, none of which a kernel is compiled anew for."""
+FEW_COLUMNS = 32
+"""Channels of a program of the merge, if there are so few queries that whole heads would leave multiprocessors idle."""
+
+
+class PagedSignature(KernelSignature):
+    """The kernel's arguments; its module imports the functions that cut tokens into items."""
+
+    def def_kernel(self, *names: str) -> str:
+        """Return the module's text down to the function's body."""
+        imported = "from kvcompile.lowering.paged.splits import first_tile, request_of, tiles_of_an_item\n\n\n@triton.jit"
+        text = super().def_kernel(*names).replace("\n\n\n@triton.jit", f"\n{imported}(do_not_specialize={list(self.named)})", 1)
+        return text
+
+
+def operands_of(given: PagedAttend) -> dict[str, torch.Tensor]:
+    """Return the tensors that the kernel may read, by name."""
+    return {
+        "Q": given.q, "LENGTHS": given.lengths, "QUERY_START": given.query_start, "BLOCK_TABLE": given.block_table, **given.planes,
+    }
+
+
+def sizes_of(name: str, tensor: torch.Tensor) -> Operand:
+    """Return size and strides of an operand as the template asks for them: numbers of a call are arguments."""
+    if name == "Q":
+        strides = (0, tensor.stride(1), tensor.stride(0), tensor.stride(2))
+        return Operand((1, tensor.shape[1], "MAX_QUERIES", tensor.shape[2]), strides, tensor.dtype)
+    if name == "BLOCK_TABLE":
+        return Operand(("REQUESTS", "PAGES"), ("TABLE_ROW", 1), tensor.dtype)
+    if name in {"LENGTHS", "QUERY_START"}:
+        return Operand(("REQUESTS",), (1,), tensor.dtype)
+    if name.endswith(("_TABLE", "_STATIC")):
+        return Operand.of(tensor)
+    return Operand(("BLOCKS", 1, *tensor.shape[2:]), (tensor.stride(0), 0, *tensor.stride()[2:]), tensor.dtype)
+
+
+def paged_source(config: PagedConfig, operands: Mapping[str, Operand]) -> str:
+    """Return the source of a kernel, a module by itself."""
+    made = PagedSignature(operands, NAMED, config.options())
+
+    def store_output(indices: Sequence[str], value: str, mask: str, indent_width: int = 4, val_shape: object = None) -> str:
+        del indent_width, val_shape
+        _, _, head, query, channel = indices
+        return f"tl.store(OUT + out_at + {query} * OUT_ROW + {head} * {config.value_dim + 2} + {channel}, {value}, mask={mask})"
+
+    text = template(SOURCE).render(
+        plans=plans, def_kernel=made.def_kernel, size=made.size, stride=made.stride, store_output=store_output, **config.options(),
+    )
+    return "\n".join(line.rstrip() for line in text.splitlines() if line.strip()) + "\n"
+
+
+@functools.lru_cache(maxsize=256)
+def kernel_of(config: PagedConfig, operands: tuple[tuple[str, Operand], ...]) -> Any:
+    """Return the compiled function of a kernel."""
+    return getattr(load_module(paged_source(config, dict(operands)), "paged"), KERNEL)
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A kernel with what its launches need: configuration and operands in order."""
+
+    config: PagedConfig
+    kernel: Any
+
+
+_CHOSEN: dict[Any, Choice] = {}
+"""Kernels by what they were chosen for: the choice takes longer than a launch."""
+
+
+def chosen(given: PagedAttend, machine: Machine, packed: bool) -> Choice:
+    """Return the kernel for the operands, found by sizes, strides and numbers that do not change from step to step."""
+    tensors = operands_of(given)
+    known = tuple((name, sizes_of(name, tensor)) for name, tensor in tensors.items())
+    config_key = (
+        known, given.key_scheme, given.value_scheme, given.scale, given.softcap, given.window, given.value_dim, machine, packed,
+        given.max_queries == 1, query_rows(given, given.q.shape[1] // given.kv_heads),
+    )
+    if config_key not in _CHOSEN:
+        config = paged_config(given, machine, packed)
+        operands = tuple((name, dict(known)[name]) for name in config.operands)
+        _CHOSEN[config_key] = Choice(config, kernel_of(config, operands))
+    return _CHOSEN[config_key]
+
+
+@dataclasses.dataclass(frozen=True)
+class ItemMerge:
+    """The sizes of a program of the merge: channels, and items that it reads together."""
+
+    columns: int
+    items: int
+
+
+def merge_for(cut: Cut, pairs: int, requests: int, config: PagedConfig, machine: Machine) -> ItemMerge:
+    """Return the merge for ``pairs`` of queries and heads: items as a request of average length has twice, from 4 to 64."""
+    items = min(64, max(4, triton.next_power_of_2(-(-2 * cut.target // requests))))
+    columns = FEW_COLUMNS if pairs < 4 * machine.multiprocessors else 128
+    return ItemMerge(min(columns, triton.next_power_of_2(config.value_dim)), items)
+
+
+def attend_by_kernels(given: PagedAttend, machine: Machine, launcher: Launcher) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return results [T, H, Dv] and log-sums [T, H]; operands that ``refusal`` refuses must not come here."""
+    choice = chosen(given, machine, launcher.cuda)
+    config, cut, q = choice.config, cut_for(choice.config, given, machine), given.q
+    (queries, heads, _), (requests, pages) = q.shape, given.block_table.shape
+    rows = queries if cut.target == 1 else (cut.target + requests) * given.max_queries
+    parts = torch.empty(rows, heads, config.value_dim + 2, dtype=torch.float32, device=q.device)
+    tensors = operands_of(given)
+    named = {
+        "BLOCKS": given.keys[0].shape[0], "MAX_QUERIES": given.max_queries, "PAGES": pages, "REQUESTS": requests,
+        "TABLE_ROW": given.block_table.stride(0), "TARGET": cut.target,
+    }
+    items = requests if cut.target == 1 else cut.target + requests
+    stages = {"num_stages": config.tile.num_stages} if launcher.cuda else {}
+    launcher.kernel(
+        choice.kernel, (cut.tiles, config.kv_heads, items), *(tensors[name] for name in config.operands), parts,
+        *(named[name] for name in NAMED), warps=config.tile.num_warps, **stages,
+    )
+    out, lse = q.new_empty(queries, heads, config.value_dim), q.new_empty(queries, heads, dtype=torch.float32)
+    sinks, merge = parts if given.sinks is None else given.sinks.contiguous(), merge_for(cut, queries * heads, requests, config, machine)
+    launcher.kernel(
+        merge_items, (queries, heads, -(-config.value_dim // merge.columns)), parts, sinks, given.lengths, given.query_start, out, lse,
+        given.max_queries, cut.target, requests, pages, warps=4, HEADS=heads, DIM=config.value_dim, COLUMNS=merge.columns,
+        WINDOW=given.window, BLOCK_T=config.tile.block_t, PAGE_ROWS=given.page, HAS_SINKS=int(given.sinks is not None), ITEMS=merge.items,
+    )
+    return out, lse

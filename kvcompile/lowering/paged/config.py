@@ -1,0 +1,176 @@
+"""One attention over the blocks of a pool as data: its operands, and the kernel that they get."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import torch
+
+from kvcompile import schemes
+from kvcompile.lowering.decode.config import AttendConfig, Tile, plane_names
+from kvcompile.lowering.decode.site import Machine, config_of
+from kvcompile.lowering.decode.tiles import DECODE_ROWS, PROGRAMS_PER_MULTIPROCESSOR, SHIFTED_PROGRAMS, choose_tiles
+from kvcompile.lowering.ops.operands import AttendOperands
+from kvcompile.lowering.ops.sizes import TensorSizes
+from kvcompile.types import Role, SlotSpec
+
+MOST_ITEMS = 256
+"""Most items that the tiles of all requests are cut into, for each kv head: more would be merged for longer than they save."""
+MOST_PARTS = 1 << 28
+"""Most bytes of sums before the merge; where items would have more, a request is one item, and its sums lie at its queries' rows."""
+MOST_ROWS = 128
+"""Rows of queries of a kv head from which on kernels do not differ."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedAttend:
+    """Operands of ``kvcompile::paged_attend``, with the pool as planes [blocks, K, page, width] and constant planes behind them.
+
+    ``q``: rotated, if the keys are; ``block_table`` [R, N], ``lengths`` [R] and ``query_start`` [R + 1] are contiguous.
+    """
+
+    q: torch.Tensor
+    keys: Sequence[torch.Tensor]
+    key_tables: Sequence[torch.Tensor]
+    values: Sequence[torch.Tensor]
+    value_tables: Sequence[torch.Tensor]
+    block_table: torch.Tensor
+    lengths: torch.Tensor
+    query_start: torch.Tensor
+    max_queries: int
+    key_scheme: str
+    value_scheme: str
+    value_dim: int
+    scale: float
+    softcap: float
+    window: int
+    sinks: torch.Tensor | None
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of kv heads."""
+        return self.keys[0].shape[1]
+
+    @property
+    def page(self) -> int:
+        """Tokens of a block."""
+        return self.keys[0].shape[2]
+
+    @functools.cached_property
+    def planes(self) -> dict[str, torch.Tensor]:
+        """The planes that the template reads by its names, each with an axis for the batch row, along which it does not move."""
+        found: dict[str, torch.Tensor] = {}
+        for letter, text, grown, constant, dim, role in (
+            ("K", self.key_scheme, self.keys, self.key_tables, self.q.shape[2], Role.KEY),
+            ("V", self.value_scheme, self.values, self.value_tables, self.value_dim, Role.VALUE),
+        ):
+            fmt = schemes.parse(text).format(SlotSpec(self.kv_heads, dim, grown[0].dtype, role))
+            found |= plane_names(letter, [*(plane.unsqueeze(1) for plane in grown), *constant], fmt)
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedConfig(AttendConfig):
+    """A kernel over rows of blocks; ``window``: tokens that a query sees, 0 for all. ``splits`` is 1: the device cuts tokens into items."""
+
+    window: int = 0
+
+    def options(self) -> dict[str, object]:
+        """Return the template's constants."""
+        alone = self.tile.num_warps == 1
+        return {
+            **super().options(), "BY_TABLE": 1, "WINDOW": self.window, "OUT_ROW": self.kv_heads * self.group * (self.value_dim + 2),
+            # A page is even, so two tokens of a pair are in one block.
+            "NORM_PAIRS": int(self.norm_pairs), "KEY_SCALE_PAIRS": int(self.key_scale_pairs and alone),
+            "VALUE_SCALE_PAIRS": int(self.value_scale_pairs and alone),
+        }
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """Names of the template's inputs, in order."""
+        beside = {"HI": ("LENGTHS", "QUERY_START", "BLOCK_TABLE"), "LO": ()}
+        return tuple(name for given in super().operands for name in beside.get(given, (given,)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """How a launch is cut: tiles of query rows, and items that the tiles of tokens of all requests would fill."""
+
+    tiles: int
+    target: int
+
+
+def paged_config(given: PagedAttend, machine: Machine, packed: bool) -> PagedConfig:
+    """Return the kernel for the operands; ``packed``: it may be inline PTX."""
+    q = given.q.transpose(0, 1).unsqueeze(0)
+    lo = given.lengths.unsqueeze(1) if given.window else None
+    keys, values = ([plane.unsqueeze(1) for plane in planes] for planes in (given.keys, given.values))
+    operands = AttendOperands(
+        q, [*keys, *given.key_tables], [*values, *given.value_tables], given.lengths.unsqueeze(1), lo, None, None, None, given.key_scheme,
+        given.value_scheme, given.scale, given.softcap, given.value_dim,
+    )
+    nodes = {"Q": q, **given.planes}
+    found = config_of(operands, nodes, TensorSizes())
+    fields = {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
+    base = PagedConfig(**fields | {
+        "one_query": given.max_queries == 1, "packed": packed and found.packed, "window": given.window, "paged": True,
+        "page_rows": given.page,
+    })
+    (made, *_) = choose_tiles(base, query_rows(given, base.group), None, False, machine.shared_memory)
+    assert isinstance(made, PagedConfig)
+    return dataclasses.replace(made, tile=fitted(for_several_queries(made), given.page))
+
+
+def query_rows(given: PagedAttend, group: int) -> int:
+    """Return the rows of queries of a kv head that a kernel is chosen for: up to a power of two, so that few kernels serve all calls."""
+    return group if given.max_queries == 1 else min(MOST_ROWS, 1 << (given.max_queries * group - 1).bit_length())
+
+
+def for_several_queries(config: PagedConfig) -> Tile:
+    """Return the kernel's tile or, if it has so many rows that numbers would spill to local memory, one that keeps them in registers.
+
+    Compiled for sm_90 with heads of 128 channels, and never timed.
+    """
+    tile, (key, value) = config.tile, config.plans
+    if key.picked or value.paired:
+        return tile if tile.block_r <= 8 else dataclasses.replace(tile, block_r=8, copies=1, picked=0, num_stages=2)
+    if not (key.coded or value.coded) or tile.block_r < 32 or tile.block_t < 32 or config.dtype.itemsize > 2:
+        return tile
+    if min(piece.block for piece in (*key.pieces, *value.pieces)) < 64:
+        return Tile(32, 32, True, 2, 3) if tile.block_r == 32 else Tile(32, 64, False, 4, 3)
+    return Tile(64, 64, False, 4, 3) if tile.block_r > 64 else tile
+
+
+def fitted(tile: Tile, page: int) -> Tile:
+    """Return the tile with as many tokens as fit pages: a divisor of a page, or whole pages."""
+    if page % tile.block_t and tile.block_t % page:
+        return dataclasses.replace(tile, block_t=page & -page)
+    return tile
+
+
+def cut_for(config: PagedConfig, given: PagedAttend, machine: Machine) -> Cut:
+    """Return how a launch is cut; depends on sizes alone, never on a number of the device."""
+    rows = given.max_queries * config.group
+    tiles = -(-rows // config.tile.rows)
+    programs = tiles * config.kv_heads
+    resident = PROGRAMS_PER_MULTIPROCESSOR.get(config.tile.num_warps, 2)
+    if config.tile.num_warps == 1 and config.plans[1].shifted:
+        resident = SHIFTED_PROGRAMS
+    target = max(1, min(MOST_ITEMS, machine.multiprocessors * resident // programs))
+    if rows > DECODE_ROWS and programs >= machine.multiprocessors:
+        target = 1
+    parts = (target + given.block_table.shape[0]) * given.max_queries * config.kv_heads * config.group * (config.value_dim + 2) * 4
+    return Cut(tiles, target if parts <= MOST_PARTS else 1)
+
+
+def refusal(given: PagedAttend) -> str | None:
+    """Return why the kernels do not take these operands, None if they do; the eager body takes them then."""
+    if given.page % 16:
+        return f"a page of {given.page} tokens is not a multiple of 16"
+    if any(plane.data_ptr() % 16 for plane in (*given.keys, *given.values)):
+        return "the pool does not begin at a multiple of 16 bytes"
+    if not given.q.shape[0] or not given.block_table.numel() or given.max_queries < 1:
+        return "there is no query, no row or no block"
+    return None

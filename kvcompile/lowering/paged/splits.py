@@ -1,0 +1,72 @@
+"""How the tokens of requests are cut into items, by the device: lengths go in, the request and the share of each item come out.
+
+A launch has a fixed number of items, so that a captured CUDA graph may be replayed at any lengths: every item has the same number of
+tiles, ``TARGET`` items hold the tiles of all requests if they are cut anywhere, and each request adds one at most, since an item has
+tokens of one request. So TARGET + requests items are enough, and those left over end at once.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# ruff: noqa: ANN001, ANN202, N803, PLR0913 - kernels: operands are pointers, blocks and constants in capitals.
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+WIDTH = tl.constexpr(128)
+"""Requests that a program looks at together."""
+
+
+@triton.jit
+def first_tile(length, count, WINDOW: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Return the first tile of tokens that the queries of requests see; ``count``: their numbers of queries."""
+    return tl.maximum(length - count - (WINDOW - 1), 0) // BLOCK_T if WINDOW else length * 0
+
+
+@triton.jit
+def tiles_of(requests, LENGTHS, QUERY_START, total, capacity, WINDOW: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Return the number of tiles of tokens of each of some requests; none for those without queries, and from ``total`` on."""
+    there = requests < total
+    count = (tl.load(QUERY_START + requests + 1, mask=there, other=0) - tl.load(QUERY_START + requests, mask=there, other=0)).to(tl.int32)
+    length = tl.load(LENGTHS + requests, mask=there, other=0).to(tl.int32)
+    tiles = tl.cdiv(tl.minimum(length, capacity), BLOCK_T) - first_tile(length, count, WINDOW, BLOCK_T)
+    return tl.where(count > 0, tl.maximum(tiles, 0), 0)
+
+
+@triton.jit
+def tiles_of_an_item(LENGTHS, QUERY_START, total, capacity, TARGET, WINDOW: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Return the number of tiles of an item, so that TARGET items hold those of all requests."""
+    tiles = 0
+    for at in tl.range(0, total, WIDTH, num_stages=1):
+        tiles += tl.sum(tiles_of(at + tl.arange(0, WIDTH), LENGTHS, QUERY_START, total, capacity, WINDOW, BLOCK_T), 0)
+    return tl.maximum(tl.cdiv(tiles, TARGET), 1)
+
+
+@triton.jit
+def request_of(item, share, LENGTHS, QUERY_START, total, capacity, WINDOW: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Return the request of an item, ``total`` or more if there is none, and which of that request's items it is."""
+    request = 0
+    before = 0
+    seen = 0
+    for at in tl.range(0, total, WIDTH, num_stages=1):
+        requests = at + tl.arange(0, WIDTH)
+        items = tl.cdiv(tiles_of(requests, LENGTHS, QUERY_START, total, capacity, WINDOW, BLOCK_T), share)
+        until = tl.cumsum(items, 0) + seen
+        done = until <= item
+        request += tl.sum((done & (requests < total)).to(tl.int32), 0)
+        before = tl.maximum(before, tl.max(tl.where(done, until, 0), 0))
+        seen += tl.sum(items, 0)
+    return request, item - before
+
+
+@triton.jit
+def items_of(request, share, LENGTHS, QUERY_START, total, capacity, WINDOW: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Return the first item of a request, and how many it has."""
+    first = 0
+    own = 0
+    for at in tl.range(0, total, WIDTH, num_stages=1):
+        requests = at + tl.arange(0, WIDTH)
+        items = tl.cdiv(tiles_of(requests, LENGTHS, QUERY_START, total, capacity, WINDOW, BLOCK_T), share)
+        first += tl.sum(tl.where(requests < request, items, 0), 0)
+        own += tl.sum(tl.where(requests == request, items, 0), 0)
+    return first, own
