@@ -1,0 +1,5 @@
+"""Paged pools of codes for serving engines: the layout of a block, a pool born as codes, two operations on it, and adapters for engines."""
+
+from kvcompile.serving.continuous_batching.installation import install, remove
+
+__all__ = ["install", "remove"]

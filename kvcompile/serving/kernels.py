@@ -1,0 +1,154 @@
+"""The operations on CUDA: operands of ``operations`` go in, kernels of ``lowering.paged`` run, or the eager bodies where they do not fit.
+
+    no kernel     heads whose sizes an append kernel does not take are encoded in torch; pages that are no multiple of 16 tokens, and pools
+                  that begin at no multiple of 16 bytes, are attended to in torch
+    in torch      rotations, before tokens are encoded, of queries, and of results
+
+Nothing here waits for the device. ``runs`` says what runs, and why.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvcompile.lowering.host.launches import Direct, Launcher
+from kvcompile.schemes.rotation import rotate, unrotate
+from kvcompile.serving import operations
+from kvcompile.serving.block_layout import BlockLayout, layout_of
+from kvcompile.types import Role
+
+if TYPE_CHECKING:
+    from kvcompile.lowering.decode.site import Machine
+    from kvcompile.lowering.paged.append import PagedAppend
+    from kvcompile.lowering.paged.config import PagedAttend
+
+
+@functools.lru_cache(maxsize=16)
+def machine_of(device: torch.device) -> Machine:
+    """Return what the choice of kernels needs to know of a device."""
+    from kvcompile.lowering.decode.site import Machine
+
+    properties: Any = torch.cuda.get_device_properties(device)
+    return Machine(properties.multi_processor_count, properties.shared_memory_per_block_optin)
+
+
+def to_append(
+    made: BlockLayout, role: Role, x: torch.Tensor, planes: Sequence[torch.Tensor], slots: torch.Tensor, tables: Sequence[torch.Tensor]
+) -> PagedAppend:
+    """Return keys or values as their kernels take them, rotated if they are stored so."""
+    from kvcompile.lowering.paged.append import PagedAppend
+
+    scheme, slot = made.of_role(role)
+    rotation, constant = scheme.rotation(slot), [plane for plane in scheme.layout(slot).planes if plane.constant]
+    if rotation is not None:
+        x = rotate(x.transpose(0, 1).unsqueeze(0), rotation.order, None)[0].transpose(0, 1)
+    encoding = [table for plane, table in zip(constant, tables, strict=True) if plane.encoding]
+    return PagedAppend(x, planes, slots, encoding, scheme.spec(), slot)
+
+
+def to_attend(
+    made: BlockLayout, q: torch.Tensor, pool: torch.Tensor, tables: Sequence[torch.Tensor], max_queries: int,
+    key_tables: Sequence[torch.Tensor], value_tables: Sequence[torch.Tensor], numbers: tuple[float, float, int], sinks: torch.Tensor | None,
+) -> PagedAttend:
+    """Return the operands as the kernels take them, queries rotated if keys are.
+
+    ``tables``: block_table, lengths, query_start. ``numbers``: scale, softcap, window.
+    """
+    from kvcompile.lowering.paged.config import PagedAttend
+
+    rotation = made.keys.rotation(made.key_slot)
+    if rotation is not None:
+        q = rotate(q.transpose(0, 1).unsqueeze(0), rotation.order, None)[0].transpose(0, 1)
+    keys, values = made.planes(pool)
+    block_table, lengths, query_start = (table.contiguous() for table in tables)
+    return PagedAttend(
+        q, keys, key_tables, values, value_tables, block_table, lengths, query_start, max_queries, made.keys.spec(), made.values.spec(),
+        made.value_dim, *numbers, sinks,
+    )
+
+
+def attended(made: BlockLayout, given: PagedAttend, machine: Machine, launcher: Launcher) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return results [T, H, Dv], rotated back if values are rotated, and log-sums [T, H]."""
+    from kvcompile.lowering.paged.attend import attend_by_kernels
+
+    out, lse = attend_by_kernels(given, machine, launcher)
+    rotation = made.values.rotation(made.value_slot)
+    if rotation is not None:
+        out = unrotate(out.transpose(0, 1).unsqueeze(0), rotation.order, None)[0].transpose(0, 1).contiguous()
+    return out, lse
+
+
+def append_on_cuda(
+    k: torch.Tensor, v: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, layout: str, key_tables: list[torch.Tensor],
+    value_tables: list[torch.Tensor],
+) -> None:
+    """``kvcompile::paged_append`` on CUDA: by kernels, and by the eager body for keys or values that no kernel encodes."""
+    from kvcompile.lowering.paged.append import Checked
+
+    made = layout_of(layout)
+    made.require_pool(pool)
+    operations.require_tokens(made, k, v, slots)
+    if len(slots):
+        with torch.cuda.device(pool.device):
+            appended(made, (k, v), pool, slots, (key_tables, value_tables), Checked(True))
+
+
+def appended(
+    made: BlockLayout, tokens: tuple[torch.Tensor, torch.Tensor], pool: torch.Tensor, slots: torch.Tensor,
+    tables: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]], launcher: Launcher,
+) -> None:
+    """Write keys and values [T, K, D] by kernels where they fit, T above 0."""
+    from kvcompile.lowering.paged.append import append_by_kernels, refusal
+
+    slots, both = slots.contiguous(), zip((Role.KEY, Role.VALUE), tokens, made.planes(pool), tables, strict=True)
+    by_kernels = []
+    for role, x, planes, constant in both:
+        given = to_append(made, role, x, planes, slots, constant)
+        if refusal(given) is None:
+            by_kernels.append(given)
+        else:
+            operations.write_codes(made, slots, x, role, planes, constant)
+    append_by_kernels(by_kernels, launcher)
+
+
+def attend_on_cuda(
+    q: torch.Tensor, pool: torch.Tensor, block_table: torch.Tensor, lengths: torch.Tensor, query_start: torch.Tensor, max_queries: int,
+    layout: str, key_tables: list[torch.Tensor], value_tables: list[torch.Tensor], scale: float, softcap: float = 0.0, window: int = 0,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``kvcompile::paged_attend`` on CUDA: by kernels, or by the eager body for pools that they do not take."""
+    from kvcompile.lowering.paged.config import refusal
+
+    made = layout_of(layout)
+    made.require_pool(pool)
+    operations.require_rows(made, q, block_table, lengths, query_start)
+    tables, numbers = (block_table, lengths, query_start), (scale, softcap, window)
+    given = to_attend(made, q, pool, tables, max_queries, key_tables, value_tables, numbers, sinks)
+    if refusal(given) is not None:
+        return operations.paged_attend_body(
+            q, pool, *tables, max_queries, layout, key_tables, value_tables, scale, softcap, window, sinks
+        )
+    with torch.cuda.device(pool.device):
+        return attended(made, given, machine_of(pool.device), Direct(True))
+
+
+def runs(made: BlockLayout, pool: torch.Tensor) -> dict[str, str]:
+    """Return what runs the operations on a pool if it is on CUDA: "a kernel", or "tensor operations" with the reason."""
+    from kvcompile.lowering.paged.append import refusal as not_appended
+    from kvcompile.lowering.paged.config import refusal as not_attended
+
+    found, tables, one = {}, made.tables(pool.device), torch.zeros(2, dtype=torch.int32, device=pool.device)
+    for role, planes, constant in zip((Role.KEY, Role.VALUE), made.planes(pool), tables, strict=True):
+        x = torch.empty(1, made.heads, made.of_role(role)[1].head_dim, dtype=made.dtype, device=pool.device)
+        found[f"append {role.value}s"] = not_appended(to_append(made, role, x, planes, one[:1], constant))
+    q = torch.empty(1, made.heads, made.head_dim, dtype=made.dtype, device=pool.device)
+    found["attend"] = not_attended(to_attend(made, q, pool, (one[:1, None], one[:1], one), 1, tables[0], tables[1], (1.0, 0.0, 0), None))
+    return {what: "a kernel" if reason is None else f"tensor operations: {reason}" for what, reason in found.items()}
+
+
+operations.LIBRARY.impl("paged_append", append_on_cuda, "CUDA")
+operations.LIBRARY.impl("paged_attend", attend_on_cuda, "CUDA")

@@ -1,0 +1,1 @@
+"""A plugin for vLLM: attention over blocks of codes, in the memory that vLLM allocates and shares."""
