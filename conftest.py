@@ -13,4 +13,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--scheme", action="append", default=[], metavar="FILE",
         help="run what takes a scheme, for those that this file defines alone, or for a registered one by its name",
     )
+    parser.addoption(
+        "--seconds", type=float, default=0.0, metavar="N", help="start no test after N seconds; skip the others, with that as the reason",
+    )
+    parser.addoption("--turn", default="", metavar="TEXT", help="put the tests into an order drawn by this text, a commit's name say")
     parser.addoption("--module", default="", metavar="NAME", help="run a module of tests/support/models/e2e_models.py under every scheme")
