@@ -16,13 +16,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Backend", "Beyond", "Calibration", "Certified", "Certify", "CompressedCache", "Dense", "Fp8", "Granularity", "Int4", "Int8", "Kivi",
-    "KvcompileError", "LearnSettings", "Learned", "Nf4", "Pair", "Policy", "Report", "Scheme", "Squat", "StaticFp8", "StaticInt8",
-    "backend", "calibrate", "decoded", "explain", "fit", "learn", "load_scales", "load_tables", "read_scales", "register",
-    "require_divides", "save_scales", "save_tables",
+    "KvcompileError", "LearnSettings", "Learned", "Nf4", "Pair", "Policy", "Pool", "Report", "Scheme", "Squat", "StaticFp8", "StaticInt8",
+    "backend", "calibrate", "decoded", "explain", "fit", "learn", "load_scales", "load_tables", "named_backends", "pool", "read_scales",
+    "register", "require_divides", "save_scales", "save_tables",
 ]
 
 if TYPE_CHECKING:
     from kvcompile.backend import Backend, backend
+    from kvcompile.dynamo_entry import named_backends
     from kvcompile.errors import KvcompileError
     from kvcompile.explain import explain
     from kvcompile.extensions.beyond.learning.learn import Learned, learn
@@ -40,11 +41,13 @@ if TYPE_CHECKING:
     from kvcompile.runtime.handle.tensor import CompressedCache, decoded
     from kvcompile.schemes import Certify, Dense, Fp8, Int4, Int8, Kivi, Nf4, Scheme, register
     from kvcompile.schemes.base import require_divides
+    from kvcompile.serving.pools import Pool, pool
     from kvcompile.tools.planner.fitting import fit
     from kvcompile.types import Granularity
 
 _PLACES = {
     "kvcompile.backend": ("Backend", "backend"),
+    "kvcompile.dynamo_entry": ("named_backends",),
     "kvcompile.errors": ("KvcompileError",),
     "kvcompile.explain": ("explain",),
     "kvcompile.extensions.beyond.learning.learn": ("Learned", "learn"),
@@ -62,6 +65,7 @@ _PLACES = {
     "kvcompile.runtime.handle.tensor": ("CompressedCache", "decoded"),
     "kvcompile.schemes": ("Certify", "Dense", "Fp8", "Int4", "Int8", "Kivi", "Nf4", "Scheme", "register"),
     "kvcompile.schemes.base": ("require_divides",),
+    "kvcompile.serving.pools": ("Pool", "pool"),
     "kvcompile.tools.planner.fitting": ("fit",),
     "kvcompile.types": ("Granularity",),
 }
@@ -85,7 +89,7 @@ def __dir__() -> list[str]:
 
 
 class _Face(ModuleType):
-    """The package's module class.
+    """The class of the module ``kvcompile``.
 
     ``kvcompile.backend`` and ``kvcompile.explain`` stay functions after the submodules of these names are imported.
     """

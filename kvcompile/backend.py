@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import fx
 
 from kvcompile.compilation import BackendState, Compilation
+from kvcompile.details import detail_of
 from kvcompile.errors import EntryUnmatched
 from kvcompile.lowering.attention_plugins import plugins
 from kvcompile.lowering.certificate.summary import HeadCertificate, HeadTelemetry, Telemetry, certificates_of, of_heads, ordered
@@ -22,12 +24,13 @@ from kvcompile.passes.graph.dynamo import TensorifyScalarRestartAnalysis
 from kvcompile.passes.plan.certify import certifying
 from kvcompile.passes.plan.policy import Policy, policy_of
 from kvcompile.records import Newest, records
-from kvcompile.report import GraphReport, Report
+from kvcompile.report import GraphDetail, GraphReport, Report
 from kvcompile.runtime.store.adaptive_store import AdaptiveStore
 from kvcompile.runtime.store.growth import Growth
 from kvcompile.runtime.store.live_caches import LiveCaches
 from kvcompile.schemes import Certify, StoredTokens
 from kvcompile.settings import Gluon, Inner, Settings, Validate
+from kvcompile.trace_artifacts import trace_report
 from kvcompile.validation.verdict_cache import VerdictCache
 
 log = logging.getLogger(__name__)
@@ -73,13 +76,14 @@ class Backend:
             self.records.append(graph.record)
             raise
         self.records.append(graph.record)
+        trace_report(graph.report)
         self._check_policy(graph.report.paths, gm)
         return compiled
 
     def _check_policy(self, paths: set[str], gm: fx.GraphModule) -> None:
         """Raise EntryUnmatched for a policy entry that matches no module of the model, once an attention is compiled a second time.
 
-        A second compilation of one module path means that a whole pass of the model was seen; before that, graph breaks may still add
+        A second compilation of one module path means that the whole model was compiled once; before that, graph breaks may still add
         layers, and one backend may serve two models. An entry that matches modules, but none with a cached attention, is only warned about,
         once; so is every unmatched entry if the model's modules are not known, since a draft model may run the first layers alone.
         ``paths``: module paths of the attentions of the graph ``gm``.
@@ -102,9 +106,15 @@ class Backend:
 
     def report(self) -> Report:
         """Return a Report of all graphs compiled so far and of the caches that are alive."""
-        report = Report(graphs=list(self.graphs), unmatched=self.policy.unmatched(self.paths) if self.paths else ())
+        self.memory.live.measure()
+        unmatched = self.policy.unmatched(self.paths) if self.paths else ()
+        report = Report(graphs=list(self.graphs), peak=self.memory.live.peak, unmatched=unmatched, source=weakref.ref(self))
         report.stayed_dense = tuple(f"{key[1]}: {why}" for key, why in self.memory.reported.items() if isinstance(key, tuple))
         for state in [group for live in self.memory.live for group in live.groups]:
+            # A window's tensor holds its slots, however many tokens it has seen.
+            shown = state.length if state.slots is None else min(state.length, state.slots)
+            report.dense += state.dense_nbytes(shown)
+            report.callers += state.dense_nbytes(max(state.places, shown))
             for store in state.stores.values():
                 slot, tokens = store.spec.slot, state.length
                 report.allocated += store.nbytes
@@ -113,7 +123,6 @@ class Backend:
                 if isinstance(store, AdaptiveStore):
                     report.count_widths(slot.role, store.histogram(tokens), store.churn)
                     report.originals += store.original_nbytes
-                report.dense += tokens * store.batch * slot.heads * slot.head_dim * slot.dtype.itemsize
                 if tokens and store.never_calibrated:
                     report.never_calibrated.append(store.spec.scheme.uncalibrated)
         report.disorder = self._disorder()
@@ -130,6 +139,15 @@ class Backend:
         for line in found.values():
             log.error("%s", line)
         return list(found.values())
+
+    def detail(self, index: int) -> GraphDetail | None:
+        """Return graph ``index`` as text, before and after the rewrite, with its kernels; None if its record is gone."""
+        return detail_of(self.records, index)
+
+    def telemetry_text(self) -> str:
+        """Return ``telemetry`` as text, "" without head-steps. Waits for the device."""
+        found = self.telemetry()
+        return str(found) if found["head_steps"] else ""
 
     def stored_tokens(self) -> list[StoredTokens]:
         """Return the stored tokens of live caches with an adaptive scheme, ordered by module path.

@@ -33,7 +33,7 @@ from kvcompile.passes.plan.plan import Plan, plan
 from kvcompile.passes.plan.policy import Policy
 from kvcompile.passes.rewrite.rewritten import Rewritten, Variant
 from kvcompile.records import GraphRecord
-from kvcompile.report import GraphReport, SiteReport, graph_report
+from kvcompile.report import GraphReport, Pass, SiteReport, graph_report
 from kvcompile.runtime.call.binding import bind
 from kvcompile.runtime.call.bound import BoundGraph
 from kvcompile.runtime.call.dense_calls import DenseCalls, written_handles
@@ -45,21 +45,24 @@ from kvcompile.runtime.handle.views import DecodedView
 from kvcompile.runtime.store.growth import Growth
 from kvcompile.runtime.store.live_caches import LiveCaches
 from kvcompile.settings import Settings, Validate
+from kvcompile.trace_artifacts import trace_graph
 from kvcompile.validation import SiteOutcome, Verdict, verdicts
 from kvcompile.variants import Code, InnerCompiler, Variants, parameters
 
 log = logging.getLogger(__name__)
 
 BLIND = (
-    "queries that see no token (left padding) give zeros here, and something else in the uncompiled model, whose mask is a finite number; "
-    "nobody reads them where padding stays hidden"
+    "queries that see no token (left padding) return zeros here and other values in the uncompiled model, whose mask is a finite number; "
+    "these results are unused as long as padding stays masked"
 )
 
 
 REFUSED = {
-    SiteOutcome.DIFFERENT: ("its rewritten twin does something else", "please report this module: the matcher reads it wrongly"),
+    SiteOutcome.DIFFERENT: (
+        "the rewritten attention gave a different result on random inputs", "please report this module: the matcher misread it",
+    ),
     SiteOutcome.UNKNOWN: (
-        "it could not be run beside its rewritten twin",
+        "it could not be run on random inputs to compare it with the rewritten attention",
         "please report this module; validate=\"where possible\" rewrites what could not be validated, at your own risk",
     ),
 }
@@ -131,7 +134,7 @@ class Compilation:
         )
         captured, variants = self.record.captured, self.record.variants
         if captured is None:
-            written = dict.fromkeys(dense, "a graph takes it that is left as it was (see the report)")
+            written = dict.fromkeys(dense, "it is an argument of a graph that was not rewritten (see the report)")
         else:
             written = written_handles(captured, self.effects if variants is None else variants.effects, dense)
 
@@ -147,7 +150,7 @@ class Compilation:
         started = time.perf_counter()
         if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in self.examples):
             return self._unchanged(Refusal(
-                Stage.CAPTURE, "gradients are on, and a compressed cache has none", "the call of the compiled model",
+                Stage.CAPTURE, "gradients are enabled, and a compressed cache has no backward", "the call of the compiled model",
                 advice="call it under torch.no_grad() or torch.inference_mode()",
             ))
         options = f"{self.inner.mode}:{self.inner.options}"
@@ -156,15 +159,21 @@ class Compilation:
             self.report.pass_seconds = time.perf_counter() - started
             return known
         try:
-            captured = capture(self.gm, self.examples, handles.is_handle, handles.can_take_over, len(self.attributes), is_returned)
+            with self.report.timing(Pass.CAPTURE):
+                captured = capture(self.gm, self.examples, handles.is_handle, handles.can_take_over, len(self.attributes), is_returned)
         except Exception as error:
             log.debug("capture failed", exc_info=True)
             return self._unchanged(_fault(Stage.CAPTURE, "retraced", error))
         floats.require_constants(captured)
         try:
-            matched = match(captured)
+            trace_graph(self.report.index, "before", captured.module)
+            with self.report.timing(Pass.MATCH):
+                matched = match(captured)
             self.effects = matched.effects
-            planned = self._validated(captured, matched, plan(matched, self.policy))
+            with self.report.timing(Pass.PLAN):
+                planned = plan(matched, self.policy)
+            with self.report.timing(Pass.VALIDATE):
+                planned = self._validated(captured, matched, planned)
             # Two models of equal shapes get different keys: a CUDA graph contains the addresses of one model's parameters.
             salt = f"{options}:{identities(self.examples)}"
             variants = Variants(captured, planned, matched.effects, self.inner, self.memory.compiled, self.policy.spec(), salt)
@@ -199,7 +208,7 @@ class Compilation:
         return bound
 
     def _known(self, key: str) -> BoundGraph | None:
-        """Return the bound graph that an equal graph was compiled to before its caches were compressed, or None."""
+        """Return the bound graph of an equal graph that was compiled before its caches were compressed; None if there is none."""
         if key not in self.memory.bound:
             return None
         bound, record = self.memory.bound[key]
@@ -268,7 +277,7 @@ class Compilation:
             constant = {index: tensor for index, tensor in constant.items() if isinstance(tensor, torch.nn.Parameter)}
             return self.inner(self.gm, self.examples, detect_fake_mode(self.examples), constant=constant)
         # The caches become dense in this call and Dynamo retraces for them in the next, so compiling this graph would not pay.
-        module, why = unexposed(self.gm), f"a graph takes it that is left as it was: {refusal.reason}"
+        module, why = unexposed(self.gm), f"it is an argument of a graph that was not rewritten: {refusal.reason}"
 
         def run(*args: Any) -> Any:
             return module.forward(*handles.densify(args, given, dict.fromkeys(given, why)))
@@ -346,7 +355,9 @@ REPORT = "please report this model with the output of TORCH_LOGS=+kvcompile"
 
 
 def _fault(stage: Stage, done: str, error: Exception) -> Refusal:
-    """Return a refusal of the whole graph: an ``error`` kept it from being ``done``. An error of kvcompile brings its own advice."""
+    """Return a refusal of the whole graph because of ``error``; ``done``: what could not be done. An error of kvcompile brings its own
+    advice.
+    """
     first = next(iter(str(error).splitlines()), "")
     if isinstance(error, KvcompileError):
         said, _, advice = first.rpartition("; ")

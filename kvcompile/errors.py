@@ -5,6 +5,19 @@ Each class holds its message template, so that all messages can be read here and
 
 from __future__ import annotations
 
+import warnings
+
+FORMER = {"HalvesDiffer": "PairedSchemesDiffer", "UnknownHalf": "UnknownKeyOrValue"}
+"""Names of version 0.1, with the present ones."""
+
+
+def __getattr__(name: str) -> type[KvcompileError]:
+    if name not in FORMER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(f"kvcompile.errors.{name} is {FORMER[name]} now; the former name goes in 0.3", DeprecationWarning, stacklevel=2)
+    found: type[KvcompileError] = globals()[FORMER[name]]
+    return found
+
 
 class KvcompileError(Exception):
     """Base of all errors of this package. ``template`` is formatted with the keyword arguments, which stay in ``facts``."""
@@ -19,7 +32,7 @@ class KvcompileError(Exception):
 class FileUnfit(KvcompileError, ValueError):
     """Raised by the readers of ``kvcompile.files``; their callers raise the error of their own kind of file from it, with advice."""
 
-    template = "expected {expected} in {where}, found {found}; restore the file or make it anew"
+    template = "expected {expected} in {where}, found {found}; restore the file or create it again"
 
     @property
     def fact(self) -> str:
@@ -68,6 +81,21 @@ class HeadDimNotDivisible(SchemeError):
     )
 
 
+class NotPaged(SchemeError):
+    template = (
+        "expected a scheme whose codes of a token depend on that token alone, found {scheme!r}: {reason}; a pool of blocks takes dense, "
+        "int8, fp8, int4, nf4, gauss, beyond and static scales, without window= and sinks="
+    )
+
+
+class BadBlock(KvcompileError, ValueError):
+    template = "a paged pool expects {what} to be {expected}, found {found}; correct it, docs/SERVING.md has every operand"
+
+
+class EngineUnfit(KvcompileError, ValueError):
+    template = "{engine} over codes expects {expected}, found {found}; {todo}"
+
+
 class BadTables(SchemeError):
     template = "learned tables do not fit: expected {expected}, found {found}; {todo}"
 
@@ -108,9 +136,9 @@ class NothingToLearn(KvcompileError):
 
 class ServedOtherwise(KvcompileError):
     template = (
-        "expected the graph that learns and the compiled cache of {model} to agree to {expected} of what quantization changes, "
-        "found {found} over {sites} attentions: the model caches something else than it attends to, and tables would be learned for "
-        "other numbers; {todo}"
+        "expected the training graph and the compiled cache of {model} to differ by at most {expected} of the change by quantization, "
+        "found {found} over {sites} attentions: the model caches other values than it attends to, so tables would be learned for the wrong "
+        "values; {todo}"
     )
 
 
@@ -132,22 +160,22 @@ class ResultsUnread(KvcompileError):
 
 class Tier2Missing(KvcompileError):
     template = (
-        "attention with a certificate needs the originals of all {expected} pages of codes, found {found} pages of {what}; "
-        "make room in tier 2 before the step, or use a scheme without certificates"
+        "attention with a certificate needs full-precision copies of all {expected} pages of codes, found {found} pages of {what}; make "
+        "room in tier 2 before the step, or use a scheme without certificates"
     )
 
 
 class HostMemoryFull(KvcompileError):
     template = (
-        "expected {expected} bytes of pinned host memory for originals, found: {found}; make the cache or the batch smaller, raise the "
-        "limit of locked memory, or choose tier2=device"
+        "expected {expected} bytes of pinned host memory for full-precision keys and values, found {found}; make the cache or the batch "
+        "smaller, raise the limit of locked memory, or choose tier2=device"
     )
 
 
-class HalvesDiffer(SchemeError):
+class PairedSchemesDiffer(SchemeError):
     template = (
-        "expected keys and values of one attention both in the scheme {scheme!r}, found {keys!r} and {values!r} for {path!r}; "
-        "choose it for both, with the same options: its attention reads and decides for both"
+        "expected keys and values of one attention both in the scheme {scheme!r}, found {keys!r} and {values!r} for {path!r}; choose it "
+        "for both, with the same options, since its attention handles keys and values together"
     )
 
 
@@ -160,29 +188,30 @@ class NotBounded(SchemeError):
 
 class NoOriginals(SchemeError):
     template = (
-        "expected a scheme that keeps originals, for certify= with fallback='dense', found {scheme!r}, which keeps none to fall back to; "
-        "pass Certify(..., fallback='report'), which counts what is beyond its budgets, or choose a scheme that keeps originals"
+        "expected a scheme that keeps full-precision copies, for certify= with fallback='dense', found {scheme!r}, which keeps none to "
+        "fall back to; pass Certify(..., fallback='report'), which counts heads beyond their budget, or choose a scheme that keeps "
+        "full-precision copies"
     )
 
 
 class NotReported(SchemeError):
     template = (
-        "expected keys and values that are cached in their order and as attention takes them, for a report of their error, found {found}; "
-        "leave certify= out, or keep {path!r} apart: compile that part of the model with a backend of its own"
+        "expected keys and values that are cached in token order and in the form that attention reads, for a report of their error, found "
+        "{found}; leave certify= out, or keep {path!r} apart: compile that part of the model with a backend of its own"
     )
 
 
 class LatentNotHeld(SchemeError):
     template = (
-        "expected keys and values that are cached as attention takes them, for the scheme {scheme!r}, found ones that are made from a "
-        "cached latent; give {path!r} a scheme such as 'int8' in a per-layer policy"
+        "expected keys and values that are cached in the form that attention reads, for the scheme {scheme!r}, found ones that are made "
+        "from a cached latent; give {path!r} a scheme such as 'int8' in a per-layer policy"
     )
 
 
 class OrderNotKnown(SchemeError):
     template = (
-        "scheme {scheme!r} (policy path {path!r}) expects tokens in their order, written by the call that attends to them; found {found}; "
-        "use a scheme that encodes every token by itself for this layer"
+        "scheme {scheme!r} (policy path {path!r}) expects tokens in order, written by the call that attends to them; found {found}; use a "
+        "scheme that encodes each token separately for this layer"
     )
 
 
@@ -214,8 +243,11 @@ class BadPolicy(SchemeError):
     )
 
 
-class UnknownHalf(SchemeError):
-    template = "expected a scheme for each of the halves 'k' and 'v' of an attention, found {found}{hint}; write dict(k=..., v=...)"
+class UnknownKeyOrValue(SchemeError):
+    template = (
+        "expected a scheme for the keys 'k' and one for the values 'v' of an attention, found {found}{hint}; write dict(k=..., v=...) "
+        "or 'k=int8,v=int4'"
+    )
 
 
 class LayerByNumber(SchemeError):
@@ -226,7 +258,10 @@ class LayerByNumber(SchemeError):
 
 
 class NotInPolicy(SchemeError):
-    template = "no entry of the per-layer policy matches the module path {path!r}; add a '*' entry to cover every layer; None leaves out"
+    template = (
+        "no entry of the per-layer policy matches the module path {path!r}; add a '*' entry to cover every layer; the scheme None leaves a "
+        "layer as it is"
+    )
 
 
 class EntryUnmatched(SchemeError):
@@ -242,20 +277,27 @@ class UnsupportedDtype(SchemeError):
 
 class SlidingNeedsTokens(SchemeError):
     template = (
-        "expected a scheme that encodes every token by itself for a cache that keeps its newest {slots} tokens, found {scheme!r}, which "
-        "{why}; use dense, int8, int4 or fp8 for this layer"
+        "expected a scheme that encodes each token separately for a cache that keeps its newest {slots} tokens, found {scheme!r}, which "
+        "{why}; use dense, int8, int4 or fp8 for this layer, without a window or sinks"
     )
 
 
 class PagedNeedsTokens(SchemeError):
     template = (
-        "expected a scheme that encodes every token by itself for a cache that is read through a gather, found {scheme!r}, which {why}; "
-        "use dense, int8, int4 or fp8 for this layer"
+        "expected a scheme that encodes each token separately for a cache that is read through a gather, found {scheme!r}, which {why}; "
+        "use dense, int8, int4 or fp8 for this layer, without a window or sinks"
     )
 
 
 class BadSetting(KvcompileError, ValueError):
     template = "kvcompile.backend expects {setting} to be {expected}, found {found!r}; pass one of these or leave it out"
+
+
+class UnknownSetting(KvcompileError, ValueError):
+    template = (
+        "the backend 'kvcompile' expects in options= the arguments of kvcompile.backend ({known}), found {name!r}; correct its name, or "
+        "pass options of Inductor as a dict named 'options'{hint}"
+    )
 
 
 class CompileError(KvcompileError):
@@ -293,15 +335,15 @@ class DamagedCache(NotCompiled):
 
 class VerificationFailed(NotCompiled):
     template = (
-        "the rewritten graph lost a fact that soundness needs: {fact}, found {found} (at {where}); this is a bug in "
-        "kvcompile: please report it with the output of `kvcompile dump --stage rewritten`"
+        "expected of the rewritten graph: {fact}; found {found} (at {where}); this is a bug in kvcompile: please report it with the output "
+        "of `kvcompile dump --stage rewritten`"
     )
 
 
 class SizesFixed(NotCompiled):
     template = (
-        "expected code of a graph ({variant}) that serves every size, found that an operation in it reads sizes as numbers ({sizes}) when "
-        "nothing can guard them any more; compile without dynamic=True, or report this model with the output of TORCH_LOGS=+dynamic"
+        "expected compiled code ({variant}) that is valid for every size, found an operation that specialises on sizes ({sizes}) after the "
+        "guards were fixed; compile without dynamic=True, or report this model with the output of TORCH_LOGS=+dynamic"
     )
 
 
@@ -342,39 +384,39 @@ class CacheStale(KvcompileError):
 
 class CacheBranched(CacheStale, CallRefused):
     template = (
-        "expected the newest state of a compressed cache, found an earlier tensor of {length} tokens, behind which others were "
-        "written since; copy.deepcopy the cache before branching from it"
+        "expected the newest state of a compressed cache, found an earlier tensor of {length} tokens, after which more tokens were "
+        "written; copy.deepcopy the cache before branching from it"
     )
 
 
 class WindowPassed(CallRefused):
     template = (
-        "expected to go on from a length that still has its originals, found {wanted}: {scheme} keeps {window} of {length} tokens "
-        "in full precision, and length {wanted} ends inside a block of {block} whose first tokens are only codes by now; crop by at most "
-        "{most} tokens, to a multiple of {block} tokens, or copy.deepcopy the cache before going on"
+        "expected to continue from a length whose last block is still in full precision, found {wanted}: {scheme} keeps {window} of "
+        "{length} tokens in full precision, and length {wanted} ends inside a block of {block} whose first tokens are stored as codes "
+        "only; crop by at most {most} tokens, to a multiple of {block} tokens, or copy.deepcopy the cache before going on"
     )
 
 
 class TokensOutOfOrder(KvcompileError):
     template = (
-        "expected {expected} of row {row}, found {found} (at {where}); {scheme} takes the tokens of a row in their order, and where a step "
-        "does not wait for the device to look, attention gives NaN for such a row from that call on, until its tokens begin again at "
-        "position 0: write each row's tokens one behind the other, take tokens back by the model's own counter or by cropping the cache, "
-        "or give this layer a scheme without a window"
+        "expected {expected} of row {row}, found {found} (at {where}); {scheme} needs the tokens of a row in order, and a decode step on a "
+        "GPU cannot check this: its attention returns NaN for such a row from that call on, until the row's tokens start again at position "
+        "0. Write each row's tokens at consecutive positions, roll back with the model's own counter or by cropping the cache, or give "
+        "this layer a scheme without a window"
     )
 
 
 class AnglesChanged(CallRefused):
     template = (
-        "expected the rotary embedding's angles to stay what they were for the {length} tokens that are cached, found others (at {where}); "
-        "keys are stored before RoPE, so frequencies may not change while a cache lives: start a new cache, or leave pre_rope out"
+        "expected the rotary embedding's angles to be unchanged for the {length} tokens that are cached, found different ones (at "
+        "{where}); keys are stored before RoPE, so frequencies may not change while a cache lives: start a new cache, or leave pre_rope out"
     )
 
 
 class AnglesUnknown(KvcompileError):
     template = (
-        "expected the angles of the rotary embedding, found {length} cached keys before RoPE that no compiled call has used since they "
-        "were loaded; call the compiled model with it before reading its values"
+        "expected the rotary angles of a cache that stores its keys before RoPE, found none for its {length} keys, as no compiled call has "
+        "used it since it was loaded; call the compiled model with this cache before reading its values"
     )
 
 
@@ -394,7 +436,7 @@ class CacheFull(CallRefused):
 
 class PositionsUnknown(KvcompileError):
     template = (
-        "expected write positions in [0, {capacity}), found {found} (at {where}); pass positions that lie in the cache"
+        "expected write positions in [0, {capacity}), found {found} (at {where}); pass positions of slots in the cache"
     )
 
 

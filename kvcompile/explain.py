@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from kvcompile.backend import Backend, backend
+from kvcompile.details import RecordSource
 from kvcompile.passes.rewrite.rewritten import Variant
 from kvcompile.report import Report, graph_report
 from kvcompile.schemes import Certify
 from kvcompile.settings import Inner
-from kvcompile.variants import kernel_text
+from kvcompile.variants import kernel_text, slow_schemes
 
 
 def observe(model: Any, inputs: Any, owner: Callable[..., Any]) -> Any:
@@ -82,6 +83,9 @@ def described(owner: Backend, tokens: int | None = None) -> Report:
             continue
         made = graph_report(graph.index, plan, graph.uncached, tokens)
         compiled = [] if variants is None else [variant for variant in Variant if variant in variants]
-        kernels = tuple(kernel_text(variants.rewritten(variant), len(plan.sites)) for variant in compiled if variants is not None)
-        graphs.append(dataclasses.replace(graph, sites=made.sites, kernels=kernels))
-    return Report(graphs=graphs, tokens=tokens, unmatched=owner.report().unmatched)
+        rewritten = [variants.rewritten(variant) for variant in compiled if variants is not None]
+        kernels = tuple(kernel_text(each, len(plan.sites)) for each in rewritten)
+        slow = tuple(dict.fromkeys(line for each in rewritten for line in slow_schemes(each)))
+        graphs.append(dataclasses.replace(graph, sites=made.sites, kernels=kernels, slow=slow))
+    source = RecordSource(owner.records)
+    return Report(graphs=graphs, tokens=tokens, unmatched=owner.report().unmatched, source=lambda: source)

@@ -18,7 +18,7 @@ Value = TypeVar("Value")
 
 
 class Newest(OrderedDict[str, Value]):
-    """A mapping that drops its oldest entries beyond ``KEPT``."""
+    """A dict that keeps its newest ``KEPT`` entries and drops older ones."""
 
     def __setitem__(self, key: str, value: Value) -> None:
         super().__setitem__(key, value)
@@ -38,5 +38,5 @@ class GraphRecord:
 
 
 def records() -> deque[GraphRecord]:
-    """Return an empty deque of records that holds the newest ``KEPT``."""
+    """Return an empty deque that keeps the newest ``KEPT`` records."""
     return deque(maxlen=KEPT)

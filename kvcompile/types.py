@@ -67,7 +67,7 @@ below 0, but not this low."""
 
 
 class Extent(enum.Enum):
-    """The unit that the first axis of a plane grows with."""
+    """The quantity that the first axis of a plane grows with."""
 
     TOKENS = "pages of tokens"
     ROW = "one for every batch row"
@@ -94,8 +94,8 @@ class PlaneSpec:
         plane that is not encoded is ``tally``.
     ``encoding``: a constant plane that ``encode`` takes after the tokens. Attention reads it too (static scales) or not (thresholds);
         planes that attention does not read come after the other constant ones.
-    ``early``: holds a row's first tokens in full precision, or the position of its first token. ``keep_first`` writes it, no append takes
-        it. Only attention's own planes come after it.
+    ``exact_first``: holds a row's first tokens in full precision, or the position of its first token. ``keep_first`` writes it, no append
+        takes it. Only attention's own planes come after it.
     """
 
     name: str
@@ -112,15 +112,21 @@ class PlaneSpec:
     pooled: bool = False
     first: bool = False
     encoding: bool = False
-    early: bool = False
+    exact_first: bool = False
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Set the fields from a pickle, in which version 0.1 calls ``exact_first`` ``early``."""
+        vars(self).update(("exact_first" if name == "early" else name, value) for name, value in state.items())
 
     def shape(self, pages: Any, batch: Any, heads: Any) -> tuple[Any, Any, Any, int, int]:
-        """Return the shape to allocate for ``pages`` pages, [N, B, K, rows, width]; N = 0 for planes that the store sizes itself."""
+        """Return the shape to allocate for ``pages`` pages, [N, B, K, rows, width]; N = 0 for planes whose size the
+        store decides itself.
+        """
         n = pages if self.extent is Extent.TOKENS else 0 if self.extent is Extent.STORE else 1
         return self.shape_of(n, batch, heads)
 
     def shape_of(self, n: Any, batch: Any, heads: Any) -> tuple[Any, Any, Any, int, int]:
-        """Return the shape with ``n`` as its first axis."""
+        """Return the shape [n, B, K, rows, width]: B is 1 if pooled or of extent BATCH, else ``batch``; K is 1 if shared."""
         return (n, 1 if self.pooled or self.extent is Extent.BATCH else batch, 1 if self.shared else heads, self.rows, self.width)
 
     @property
@@ -136,7 +142,7 @@ class PlaneSpec:
 
 @dataclass(frozen=True)
 class Layout:
-    """The planes of one encoded slot, in order: the planes that ``encode`` returns, those that do not grow, those that attention writes."""
+    """The planes of one encoded slot, in order: planes that ``encode`` returns, planes that do not grow, planes that attention writes."""
 
     planes: tuple[PlaneSpec, ...]
 
@@ -147,8 +153,8 @@ class Layout:
 
     @property
     def written(self) -> int:
-        """Number of leading planes that an append takes: the encoded ones, or, with a window, all but ``tally`` and ``early`` planes."""
-        return sum(not (plane.tally or plane.early) for plane in self.planes) if self.is_windowed else self.encoded
+        """Number of leading planes that an append takes: the encoded ones, or, with a window, all but ``tally``, ``exact_first`` ones."""
+        return sum(not (plane.tally or plane.exact_first) for plane in self.planes) if self.is_windowed else self.encoded
 
     @property
     def is_windowed(self) -> bool:
@@ -162,7 +168,7 @@ class Layout:
 
     @property
     def ordered(self) -> bool:
-        """Whether the layout needs tokens in order: it has a window, or planes that are computed from queries."""
+        """Whether the layout needs tokens in order: some plane neither grows with tokens nor is constant: a window, planes from queries."""
         return any(plane.extent is not Extent.TOKENS and not plane.constant for plane in self.planes)
 
     @property
@@ -181,7 +187,12 @@ class Layout:
         return sum(plane.nbytes for plane in self.planes if plane.extent is Extent.BATCH and not plane.shared)
 
     def windowed(self, slot: SlotSpec, window: int) -> Layout:
-        """Return the layout with the newest ``window`` tokens in full precision and a clock: the token count and origin of each row."""
+        """Return the layout with the newest ``window`` tokens in full precision and a clock: the token count and origin of each row.
+
+        Unchanged for a window of 0.
+        """
+        if not window:
+            return self
         grown, fixed = self.planes[: self.encoded], self.planes[self.encoded :]
         constant = tuple(plane for plane in fixed if plane.constant)
         own = tuple(plane for plane in fixed if plane.name not in {"window", "clock"} and not plane.constant)
@@ -193,11 +204,11 @@ class Layout:
 
         Without a clock, another plane holds the position of the first one.
         """
-        others = tuple(plane for plane in self.planes if not plane.early)
+        others = tuple(plane for plane in self.planes if not plane.exact_first)
         if not count:
             return Layout(others)
-        rows = PlaneSpec("sinks", slot.dtype, slot.head_dim, count, Extent.ROW, early=True)
-        origin = PlaneSpec("origin", torch.int64, 1, 1, Extent.ROW, shared=True, early=True)
+        rows = PlaneSpec("sinks", slot.dtype, slot.head_dim, count, Extent.ROW, exact_first=True)
+        origin = PlaneSpec("origin", torch.int64, 1, 1, Extent.ROW, shared=True, exact_first=True)
         kept, own = (tuple(plane for plane in others if plane.tally is tally) for tally in (False, True))
         return Layout((*kept, rows, *(() if self.is_windowed else (origin,)), *own))
 
@@ -336,6 +347,22 @@ class Bins:
     parts: int
     segments: int
     group: int
+
+
+@dataclass(frozen=True)
+class Cells:
+    """Encoding by constant edges between levels, for kernels: planes codes, scales; groups and words as in ``KernelFormat``.
+
+    code = how many of the ``edges`` lie below x / scale, 0 where the scale is NaN. The scale is the group's largest magnitude over
+    ``largest`` or, with None, half the root mean square of its channels.
+    """
+
+    bits: int
+    parts: int
+    segments: int
+    group: int
+    edges: tuple[float, ...]
+    largest: float | None
 
 
 NUMBERS = frozenset({"item", "_local_scalar_dense"})

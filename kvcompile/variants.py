@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
@@ -9,9 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from kvcompile.errors import NotCompiled, SizesFixed
-from kvcompile.lowering.attend_kernels import kernel_lines
+from kvcompile.lowering.attend_kernels import kernel_lines, kernelless
 from kvcompile.lowering.compile import compile_graph, compiling, gluon_choice
 from kvcompile.lowering.gluon.eligibility import GluonSettings, choosing
 from kvcompile.lowering.graph_cache import fingerprint
@@ -28,8 +31,12 @@ from kvcompile.passes.rewrite.replay import gap, steady_inputs
 from kvcompile.passes.rewrite.rewrite import rewrite
 from kvcompile.passes.rewrite.rewritten import Rewritten, Variant
 from kvcompile.passes.verify import verify
-from kvcompile.report import GraphReport
+from kvcompile.report import GraphReport, Pass
 from kvcompile.settings import Inner, Settings
+from kvcompile.trace_artifacts import trace_graph
+from kvcompile.types import SlotSpec
+
+log = logging.getLogger(__name__)
 
 Code = Callable[..., Any]
 
@@ -41,10 +48,29 @@ def kernel_text(rewritten: Rewritten, sites: int, inner: Inner = Inner.INDUCTOR,
 
     ``choice``: the compilation's settings for the Gluon kernel; None for those of ``torch.compile`` without a mode.
     """
-    device = value_of(rewritten.bindings[0].plan.slot.root).device.type
-    slots = {binding.plan.scheme.spec(): binding.plan.spec for binding in rewritten.bindings}
+    device, slots = _stored(rewritten)
     with choosing(choice or GluonSettings()):
         return f"{TITLES[rewritten.variant]}: {kernel_lines(rewritten.module.graph, device, slots, sites, inner is Inner.INDUCTOR)}"
+
+
+def _stored(rewritten: Rewritten) -> tuple[str, dict[str, SlotSpec]]:
+    """Return (type of a variant's device, {scheme's text: slot} of its stores)."""
+    device = value_of(rewritten.bindings[0].plan.slot.root).device.type
+    return device, {binding.plan.scheme.spec(): binding.plan.spec for binding in rewritten.bindings}
+
+
+@functools.cache
+def warn_once(line: str) -> None:
+    """Log a warning, unless this process has logged the same line before."""
+    log.warning("%s", line)
+
+
+def slow_schemes(rewritten: Rewritten, inner: Inner = Inner.INDUCTOR) -> tuple[str, ...]:
+    """Return a warning for each scheme of a variant without a kernel on its device, if another scheme has one there.
+
+    Empty unless Inductor compiles, as other inner compilers run the eager bodies of all schemes.
+    """
+    return kernelless(rewritten.module.graph, *_stored(rewritten)) if inner is Inner.INDUCTOR else ()
 
 
 def parameters(inputs: Iterable[Input]) -> dict[int, torch.Tensor]:
@@ -72,7 +98,7 @@ class InnerCompiler:
         """Return ``module`` compiled for inputs like ``inputs``; ``constant``: inputs that are the same tensor in every call, by index."""
         started = time.perf_counter()
         try:
-            with constant_floats(module.graph, fake_mode):
+            with self.report.timing(Pass.COMPILE), constant_floats(module.graph, fake_mode):
                 return compile_graph(
                     module, inputs, fake_mode, self.settings, mode=self.mode, options=self.options, plan=key, replayed=replayed,
                     constant=constant,
@@ -113,7 +139,8 @@ class Variants:
     def rewritten(self, variant: Variant) -> Rewritten:
         """Return the rewritten graph of a variant."""
         if variant not in self.made:
-            self.made[variant] = rewrite(self.captured, self.planned, variant, self.effects)
+            with self.inner.report.timing(Pass.REWRITE):
+                self.made[variant] = rewrite(self.captured, self.planned, variant, self.effects)
         return self.made[variant]
 
     def inputs(self, variant: Variant) -> tuple[Any, ...]:
@@ -125,6 +152,24 @@ class Variants:
         if variant not in self._inputs:
             self._inputs[variant] = rewritten_inputs(self.captured, self.rewritten(variant))
         return self._inputs[variant]
+
+    def printed(self, variant: Variant) -> fx.GraphModule:
+        """Return a copy of a variant's rewritten graph with fake values on every node, for printing; the copy is not kept.
+
+        The compiled graph cannot be printed: Inductor's passes change it.
+        """
+        with compile_lock:
+            before = Beliefs.of(self.captured.fake_mode.shape_env)
+            # The symbols of the compiled variant serve again: the shape environment must not grow with every page.
+            fakes, symbols = self._described(variant)
+            made = rewrite(self.captured, self.planned, variant, self.effects)
+            try:
+                with torch.no_grad():
+                    FakeTensorProp(made.module, self.captured.fake_mode).propagate_dont_convert_inputs(*fakes)
+            finally:
+                forget_guards(self.captured, symbols)
+                before.take_back(symbols)
+        return made.module
 
     def compiled(self, variant: Variant) -> tuple[Rewritten, Code]:
         """Return a variant's rewritten graph and its code. Raises NotCompiled, also on every later request once it failed."""
@@ -174,11 +219,17 @@ class Variants:
         rewritten = self.rewritten(variant)
         mark_inputs(self.captured, rewritten, steady_inputs(self.captured, self.effects))
         if settings.verify:
-            verify(rewritten, self.captured, fakes)
+            with report.timing(Pass.VERIFY):
+                verify(rewritten, self.captured, fakes)
+        trace_graph(report.index, f"after_{variant.value}", rewritten.module)
         # Described before compiling: Inductor's passes change the graph.
         replayed = gap(rewritten, self.captured) is None
         choice = gluon_choice(settings, self.inner.mode, self.inner.options, replayed) if settings.inner is Inner.INDUCTOR else None
         text = kernel_text(rewritten, len(self.planned.sites), settings.inner, choice)
+        slow = slow_schemes(rewritten, settings.inner)
+        for line in slow:
+            warn_once(line)
+        report.slow = tuple(dict.fromkeys((*report.slow, *slow)))
         key = f"{self.key}:{variant.value}"
         print_key = fingerprint(rewritten.module, fakes, symbols, f"{key}:{self.salt}")
         report.pass_seconds += time.perf_counter() - started

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -60,7 +62,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that take long come first; ``SLOW`` ones are marked so; without a device those marked ``gpu`` are skipped, with the reason.
+    """Mark ``SLOW`` tests, put long ones first, or any by ``--turn``, and skip those marked ``gpu`` where there is no device.
 
     With ``--scheme`` those alone are left that have a scheme of it, or a setting of one, as a parameter; with ``--module`` those of it.
     """
@@ -71,6 +73,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[item for item in items if item not in asked])
         items[:] = [item for item in items if item in asked]
     items.sort(key=lambda item: not any(part in item.nodeid for part in FIRST))
+    if config.getoption("--turn"):
+        random.Random(config.getoption("--turn")).shuffle(items)
     for item in items:
         if item.nodeid in SLOW:
             item.add_marker(pytest.mark.slow)
@@ -86,6 +90,17 @@ def pytest_collection_finish() -> None:
     """What is imported by now stays: collections of garbage that tests ask for need not look through it."""
     gc.collect()
     gc.freeze()
+
+
+STARTED = time.monotonic()
+"""When this process read this file, in seconds."""
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test whose turn comes after ``--seconds``: a run of long tests then ends on a slow machine too, and says what it left out."""
+    limit = item.config.getoption("--seconds")
+    if limit and time.monotonic() - STARTED > limit:
+        pytest.skip(f"left out: its turn came after the {limit:.0f} seconds of --seconds")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -77,6 +77,7 @@ class Scheme(enum.Enum):
     INT8 = "int8"
     INT4 = "int4"
     NF4 = "nf4"
+    GAUSS = "gauss"
     FP8 = "fp8"
     KIVI = "kivi"
     NORMED = "normed"

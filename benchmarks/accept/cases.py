@@ -240,7 +240,7 @@ CPU_SLICE = (
     "llama-nf4-dynamic-compiled-default-d64-one-float16",
     "qwen3-int8-static-static-compiled-default-d64-padded-float32", "mistral-fp8-static-dynamic-eager-default-d64-one-float32",
     "qwen3-int4-rotated-static-compiled-default-d64-padded-float32", "llama-int8-sinks-dynamic-eager-default-d80-padded-float32",
-    "llama-normed-static-eager-default-d80-padded-float32",
+    "llama-normed-static-eager-default-d80-padded-float32", "llama-gauss-static-eager-default-d64-one-float32",
     "qwen3-beyond-static-compiled-default-d64-padded-float32", "opt-smartkv-static-compiled-default-d64-one-bfloat16",
 )
 """A subset for a machine without a GPU: every scheme, kind of cache, prompt, batch and dtype, as few layers as there are kinds of them."""

@@ -90,7 +90,8 @@ def _edits(node: ast.AST, lines: list[str]) -> Iterator[Edit]:
     elif isinstance(node, ast.BinOp) and type(node.op) in COMPUTED:
         yield from _between(node.left, node.right, *COMPUTED[type(node.op)], lines)
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not) and node.lineno == node.operand.lineno:
-        yield node.lineno - 1, node.col_offset, node.operand.col_offset, ""
+        # The operand may be in brackets, which count as no part of it.
+        yield node.lineno - 1, node.col_offset, node.col_offset + len("not "), ""
     elif isinstance(node, ast.Call):
         name = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id if isinstance(node.func, ast.Name) else ""
         if name in CALLED and node.func.end_col_offset is not None:

@@ -16,8 +16,10 @@ from pathlib import Path
 
 from benchmarks.mutants.listed import ROOT, Mutant
 
-COPIED = ("kvcompile", "tests", "examples", "benchmarks", "docs", "pyproject.toml", "README.md", "CONTRIBUTING.md", "Makefile")
-FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+COPIED = (
+    "kvcompile", "tests", "examples", "benchmarks", "docs", "conftest.py", "pyproject.toml", "README.md", "CONTRIBUTING.md", "Makefile",
+)
+FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", re.MULTILINE)
 
 
 class Outcome(enum.Enum):
@@ -27,6 +29,7 @@ class Outcome(enum.Enum):
     SURVIVED = "survived"
     TIMEOUT = "not done in time"
     ABSENT = "its line is not in the source"
+    UNTRIED = "pytest itself failed"
 
 
 @dataclass(frozen=True)
@@ -59,8 +62,9 @@ def ended(mutant: Mutant, tests: Sequence[str], seconds: float) -> Ended:
     """Run tests over a mutant until one fails; one that hangs is noticed as well, by whoever waits."""
     try:
         with tree(mutant) as copy:
+            path = os.pathsep.join([str(copy), *filter(None, [os.environ.get("PYTHONPATH")])])
             environment = {
-                **os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(copy.parent / "inductor"),
+                **os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(copy.parent / "inductor"),
                 "TRITON_CACHE_DIR": str(copy.parent / "triton"), "HOME": str(copy.parent),
             }
             command = [
@@ -76,4 +80,7 @@ def ended(mutant: Mutant, tests: Sequence[str], seconds: float) -> Ended:
     if done.returncode == 0:
         return Ended(mutant, Outcome.SURVIVED)
     found = FAILED.search(done.stdout)
-    return Ended(mutant, Outcome.KILLED, found[1] if found else f"pytest ended with {done.returncode}")
+    # Without the name of a test nothing says that a test noticed the change: pytest may have failed over its own configuration.
+    if done.returncode != 1 or found is None:
+        return Ended(mutant, Outcome.UNTRIED, f"pytest ended with {done.returncode}")
+    return Ended(mutant, Outcome.KILLED, found[1])

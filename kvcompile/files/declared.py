@@ -76,7 +76,7 @@ def as_declared(kind: Any, value: Any, where: str = "the file") -> Any:
 
 
 def unfit(where: str, expected: object, found: Any) -> FileUnfit:
-    """Return the FileUnfit for a value at ``where`` that is not as ``expected``; a long value is shortened."""
+    """Return the FileUnfit for the value ``found`` at ``where``, where ``expected`` was declared; a long value is shortened."""
     return FileUnfit(where=where, expected=expected, found=reprlib.repr(found))
 
 

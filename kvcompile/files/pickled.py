@@ -28,6 +28,7 @@ STORED: dict[str, tuple[tuple[str, ...], str | None]] = {
     "kvcompile.schemes.rotation": (("Rotate",), "kvcompile.schemes.basis"),
     "kvcompile.schemes.dense": (("Dense",), None),
     "kvcompile.schemes.nf4": (("Nf4",), None),
+    "kvcompile.schemes.gauss": (("Gauss",), None),
     "kvcompile.schemes.symmetric": (("Fp8", "Int4", "Int8"), None),
     "kvcompile.extensions.beyond.scheme": (("Beyond",), "kvcompile.schemes.beyond.scheme"),
     "kvcompile.extensions.beyond.tables": (("ModelTables", "SiteTables", "Table"), "kvcompile.schemes.beyond.tables"),
@@ -36,7 +37,7 @@ STORED: dict[str, tuple[tuple[str, ...], str | None]] = {
     "kvcompile.extensions.smartkv.importance": (("Measure",), "kvcompile.schemes.smartkv.importance"),
     "kvcompile.extensions.smartkv.scheme": (("OptionalTier2", "Scope", "Smartkv"), "kvcompile.schemes.smartkv.scheme"),
     "kvcompile.extensions.squat.normed": (("Normed", "Turn"), "kvcompile.schemes.normed"),
-    "kvcompile.extensions.squat.scheme": (("Queries", "Squat", "Subspace"), "kvcompile.schemes.squat"),
+    "kvcompile.extensions.squat.scheme": (("Queries", "Squat", "Subspace", "Unit"), "kvcompile.schemes.squat"),
     "kvcompile.extensions.static_scales.scales": (("ModelScales", "Scales", "SiteScales"), "kvcompile.schemes.calibrated.scales"),
     "kvcompile.extensions.static_scales.scheme": (("StaticFp8", "StaticInt8"), "kvcompile.schemes.calibrated.scheme"),
 }
@@ -107,7 +108,7 @@ def install() -> None:
 
 
 def admit(*roots: type) -> None:
-    """Let ``torch.load`` make these classes of other packages, and the dataclasses and enums of their fields."""
+    """Let ``torch.load`` make objects of the classes ``roots``, of other packages, and of the dataclasses and enums in their fields."""
     found = [item for root in roots for item in classes(root)]
     torch.serialization.add_safe_globals([item for item in found if item.__qualname__ not in STORED.get(item.__module__, ((), None))[0]])
 

@@ -71,6 +71,17 @@ def read_tensors(path: Path, declare: Declare) -> tuple[dict[str, torch.Tensor],
     return tensors, metadata
 
 
+def follow_umask(path: Path) -> None:
+    """Give a file the permissions of any new file of this user (its umask): safetensors makes files that nobody else can read."""
+    # The umask can only be read by setting it; files made by the system's own call follow it.
+    made = path.with_name(f"{path.name}.rights")
+    made.touch()
+    try:
+        path.chmod(made.stat().st_mode & 0o777)
+    finally:
+        made.unlink()
+
+
 def digest(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> str:
     """Return a hash, 32 hex digits, of tensors and of the metadata without its digest entry."""
     found = hashlib.sha256()

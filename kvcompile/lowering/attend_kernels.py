@@ -1,20 +1,20 @@
-"""Kernels for ``attend``: those of each device in order of preference, and why one does not support a site.
+"""Kernels for ``attend``: the list of kernels for each device, in order of preference, each with the reason why it does not support a site.
 
-Inductor's lowering, ``explain``, ``dump`` and the report all ask ``choose``, so that each names the kernel that really runs.
+Inductor's lowering, ``explain``, ``dump`` and the report all call ``choose``, so each names the kernel that really runs.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
 from torch import fx
 
 from kvcompile import schemes
-from kvcompile.lowering.attention_plugins import plugins
+from kvcompile.lowering.attention_plugins import plugin_of, plugins
 from kvcompile.lowering.certificate.report_op import report_site
 from kvcompile.lowering.gluon.eligibility import SingleTokenFacts, single_token_facts
 from kvcompile.lowering.gluon.plan import TWICE_HEADS, NoFragments, key_plan, measured, value_plan
@@ -57,7 +57,8 @@ class AttendKernel:
     """A kernel for ``attend`` on one device, or on any (``device`` None).
 
     ``gap``: returns why the kernel does not support an attention, None if it does. ``lower``: returns the result as a box of Inductor's;
-    None if the operands' strides require the next kernel. ``many``: only for many query rows; ``one``: only for one new token.
+    None if the next kernel must take the attention, as the operands' strides do not fit or the kernel does not compile. ``many``: only for
+    many query rows; ``one``: only for one new token.
     """
 
     name: str
@@ -185,7 +186,9 @@ KERNELS = (PREFILL, GLUON, DECODE, CPP, EAGER)
 
 
 def kernels_for(facts: AttendFacts) -> Iterator[tuple[AttendKernel, str | None]]:
-    """Yield the kernels that support the attention, best first, each with the reason why an earlier one does not, or None."""
+    """Yield the kernels that support the attention, best first, each with the reason why a kernel that is preferred to it does not, or
+    None.
+    """
     why = None
     for kernel in KERNELS:
         if kernel.serves(facts):
@@ -196,7 +199,9 @@ def kernels_for(facts: AttendFacts) -> Iterator[tuple[AttendKernel, str | None]]
 
 
 def choose(facts: AttendFacts) -> tuple[AttendKernel, str | None]:
-    """Return the first kernel that supports the attention, and the reason why an earlier one does not, or None."""
+    """Return the first kernel that supports the attention, and why a kernel that is preferred to it does not (None if it is the preferred
+    one).
+    """
     return next(kernels_for(facts))
 
 
@@ -235,6 +240,48 @@ def facts_of(node: fx.Node, device: str, slots: Mapping[str, SlotSpec]) -> Atten
         exact_first=bool(given.exact_first),
         log_sums=given.log_sums,
     )
+
+
+WITH_KERNELS = ("int8", "int4", "fp8")
+"""Schemes that are proposed where another has no kernel; the first ones that have one for the same attention."""
+
+
+def kernelless(graph: fx.Graph, device: str, slots: Mapping[str, SlotSpec]) -> tuple[str, ...]:
+    """Return a sentence for each scheme of a rewritten graph that has no kernel on a device where other schemes have one."""
+    found: dict[str, None] = {}
+    own = {plugin.operation: plugin for plugin in plugins()}
+    for node in graph.nodes:
+        if node.target is ops.attend:
+            facts = facts_of(node, device, slots)
+            kernel, why = choose(facts)
+            names, like = _names(text for text, _ in facts.slots), facts
+        elif (plugin := own.get(node.target)) is not None:
+            name = next((text for text in slots if plugin_of(text) is plugin), None)
+            why = plugin.runs(device, True)
+            if name is None or not why.startswith(EAGER.name):
+                continue
+            kernel, names, why = EAGER, _names([name]), why.partition(": ")[2]
+            like = AttendFacts(device, tuple((text, slot) for text, slot in slots.items() if plugin_of(text) is plugin))
+        else:
+            continue
+        # Without what the scheme alone asks of a kernel: its exact tokens, and keys before RoPE.
+        plain = dataclasses.replace(like, exact_newest=False, exact_first=False, rope=False)
+        others = [
+            name for name in WITH_KERNELS
+            if choose(dataclasses.replace(plain, slots=tuple((name, slot) for _, slot in like.slots)))[0] is not EAGER
+        ] if kernel is EAGER else []
+        if others:
+            verb, whose = ("have", "their") if " and " in names else ("has", "its")
+            found[
+                f"{names} {verb} no kernel on {device} ({why}), so {whose} eager definition runs, which is slow; "
+                f"{', '.join(others)} have one here"
+            ] = None
+    return tuple(found)
+
+
+def _names(texts: Iterable[str]) -> str:
+    """Return the names of the schemes with these texts, each once, joined by ``and``."""
+    return " and ".join(dict.fromkeys(schemes.parse(text).name for text in texts))
 
 
 def kernel_lines(graph: fx.Graph, device: str, slots: Mapping[str, SlotSpec], sites: int, compiled: bool = True) -> str:

@@ -36,7 +36,7 @@ class AppendKernel:
 
 @dataclass(frozen=True)
 class AttentionPlugin:
-    """A scheme's attention operation, with its lowering and description."""
+    """A scheme's attention operation with its lowering, the text that ``explain`` prints for it, and its append kernel."""
 
     operation: OpOverload
     lower: Callable[..., Any]
@@ -83,7 +83,7 @@ def append_of(scheme: str) -> AppendKernel | None:
 
 
 def own_append(slots: Sequence[Any]) -> AppendKernel | None:
-    """Return the append kernel of the plugin that all slots share, None if they have no plugin or several."""
+    """Return the append kernel of the plugin that all slots share; None, so that other code appends, if they have no plugin or several."""
     found = {plugin_of(slot.scheme) for slot in slots}
     (plugin,) = found if len(found) == 1 else (None,)
     return None if plugin is None else plugin.append

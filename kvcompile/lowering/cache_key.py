@@ -20,7 +20,7 @@ from kvcompile.lowering.host.inductor_entry import CustomGraphPass
 from kvcompile.schemes import Scheme, loaded
 
 PACKAGE = Path(__file__).resolve().parent.parent
-SALTED = ("types.py", "compilation.py", "variants.py", "schemes", "passes", "lowering", "extensions")
+SALTED = ("types.py", "compilation.py", "variants.py", "schemes", "passes", "lowering", "extensions", "serving")
 
 
 def sources_hash(package: Path = PACKAGE, names: tuple[str, ...] = SALTED) -> str:

@@ -178,7 +178,7 @@ def inductor_patches(
 
 
 def gluon_choice(settings: Settings, mode: str | None, options: dict[str, Any] | None, replayed: bool = True) -> GluonSettings:
-    """Return the setting of the Gluon kernel, with whether the compiled steps are replayed as CUDA graphs."""
+    """Return the setting that selects the Gluon kernel, and whether the compiled steps are replayed as CUDA graphs, as one record."""
     patches = inductor_patches(settings, mode, options, "", replayed)
     return GluonSettings(settings.gluon, bool(patches.get("triton.cudagraphs", config.triton.cudagraphs)))
 

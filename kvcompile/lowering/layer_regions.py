@@ -36,7 +36,10 @@ MOST_CANDIDATES = 8
 
 @dataclass(frozen=True)
 class RepeatedLayers:
-    """``count`` runs of ``length`` nodes each, the first at ``start``, each ``stride`` nodes after the one before."""
+    """Equal layers in a graph: ``count`` runs of ``length`` consecutive nodes, one a layer, the first at index ``start``.
+
+    Each run begins ``stride`` nodes after the one before.
+    """
 
     start: int
     length: int
@@ -51,7 +54,7 @@ class RepeatedLayers:
 
 @dataclass(frozen=True)
 class LayerText:
-    """One run as text, with its operands from outside, in order of first use."""
+    """One layer's nodes as text that is equal for equal layers, and the operands that they take from outside, in order of first use."""
 
     text: tuple[str, ...]
     operands: tuple[fx.Node, ...]
@@ -130,7 +133,10 @@ def _repetitions(nodes: Sequence[fx.Node], kinds: Sequence[str]) -> Iterator[Rep
 
 
 def _runs(where: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield (first index, distance, count) for each maximal sequence of equal distances, also without its first or last element."""
+    """Yield (first entry, distance, count) for each maximal sequence of equidistant entries of ``where``.
+
+    Each sequence is also yielded without its first, its last, or both entries, since the nodes around those may differ.
+    """
     begin = 0
     for at in range(1, len(where)):
         last = at == len(where) - 1
@@ -143,7 +149,7 @@ def _runs(where: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 
 def _moved(kinds: Sequence[str], repeated: RepeatedLayers) -> Iterator[RepeatedLayers]:
-    """Yield ``repeated`` shifted to begin at or before its start, as far as the nodes of its runs are alike."""
+    """Yield ``repeated`` with its start at the same or an earlier index, for every start at which all layers have equal node kinds."""
     def alike(offset: int) -> bool:
         at = [repeated.start + number * repeated.length + offset for number in range(repeated.count)]
         return at[0] >= 0 and at[-1] < len(kinds) and all(kinds[place] == kinds[at[0]] for place in at)
@@ -159,7 +165,7 @@ def _moved(kinds: Sequence[str], repeated: RepeatedLayers) -> Iterator[RepeatedL
 
 
 def _between_writers(nodes: Sequence[fx.Node], repeated: RepeatedLayers, writers: Container[Any]) -> RepeatedLayers:
-    """Return the longest part of a run, or of two consecutive runs, without an operation of ours that writes."""
+    """Return the longest part of a layer, or of two consecutive ones, without an operation of ours that writes."""
     def writes(node: fx.Node) -> bool:
         return node.target._schema.is_mutable and _ours(node) if isinstance(node.target, OpOverload) else node.target in writers
 
@@ -184,16 +190,16 @@ def _members(nodes: Sequence[fx.Node], repeated: RepeatedLayers, number: int) ->
 
 
 def _left(nodes: Sequence[fx.Node], repeated: RepeatedLayers) -> int:
-    """Return the number of results of the second run that are used outside of it."""
+    """Return how many results of the second layer's nodes are used outside of that layer."""
     members = _members(nodes, repeated, 1)
     inside = set(members)
     return sum(any(user not in inside for user in node.users) for node in members)
 
 
 def _outputs(nodes: Sequence[fx.Node], repeated: RepeatedLayers) -> list[int]:
-    """Return the indices within a run of the nodes that its region must return, ascending: in some run they have users outside of it.
+    """Return the indices within a layer of the nodes that its region must return, ascending: in some layer they have users outside of it.
 
-    A node with one of the run's operands as its result is left out.
+    Nodes whose result is one of the layer's operands are left out.
     """
     found = set()
     for number in range(repeated.count):
@@ -211,7 +217,7 @@ def _operands_given_back(members: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
 
 
 def _whole(node: fx.Node) -> Any:
-    """Return a key that is equal for two nodes of one tensor: memory, offset and form."""
+    """Return a key that is equal for two nodes that are the same tensor: equal memory, offset, sizes and strides."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return node
@@ -219,7 +225,7 @@ def _whole(node: fx.Node) -> Any:
 
 
 def _layers(nodes: Sequence[fx.Node], repeated: RepeatedLayers) -> list[LayerText]:
-    """Return the runs as text, or an empty list if they differ in operations or kinds of operands."""
+    """Return each repeated layer as text, or an empty list if two of them differ in operations or kinds of operands."""
     layers: list[LayerText] = []
     for number in range(repeated.count):
         layer = _spelled(_members(nodes, repeated, number))
@@ -278,9 +284,10 @@ def _is_view_or_unknown(node: fx.Node) -> bool:
 
 
 def _apart(nodes: Sequence[fx.Node], repeated: RepeatedLayers, layers: Sequence[LayerText], outputs: Sequence[int]) -> bool:
-    """Return whether all runs can be folded safely.
+    """Return whether all layers of ``repeated`` can become calls of one region without a change of results through shared memory.
 
-    No operand that a run writes shares memory with another of its operands, no operand is a view at an offset, and the outputs are tensors
+    ``layers``: the operands of each layer. ``outputs``: indices, within a layer, of the nodes that the region returns. True if no operand
+    that a layer writes shares memory with another of its operands, no operand is a computed view at an offset, and the outputs are tensors
     that share no memory with each other or with operands.
     """
     for number, layer in enumerate(layers):
@@ -321,7 +328,7 @@ def _written(node: fx.Node) -> Iterator[fx.Node]:
 def _replace(
     module: fx.GraphModule, nodes: Sequence[fx.Node], repeated: RepeatedLayers, layers: Sequence[LayerText], outputs: Sequence[int]
 ) -> None:
-    """Replace each run by a call of one region."""
+    """Replace each layer of ``repeated`` by a call of one region."""
     graph = module.graph
     # Torch caches traces by this name, so equal names must mean equal regions.
     texts = [*layers[0].text, *(_described(operand.meta.get("val")) for operand in layers[0].operands), str(outputs)]
@@ -349,7 +356,7 @@ def _replace(
 
 
 def _region(module: fx.GraphModule, members: Sequence[fx.Node], layer: LayerText, outputs: Sequence[int]) -> fx.GraphModule:
-    """Return one run as a graph of its own, from its operands to its outputs."""
+    """Return the nodes ``members`` of one layer as a separate graph module, from its operands to its ``outputs``, indices within it."""
     graph, env = fx.Graph(), {}
     for at, operand in enumerate(layer.operands):
         env[operand] = graph.placeholder(f"x{at}")

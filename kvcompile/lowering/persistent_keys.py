@@ -1,4 +1,4 @@
-"""Persistent keys: checks that were found to hold, as files in Inductor's cache folder, so that a new process need not repeat them.
+"""Persistent keys: names of checks that passed, as files in Inductor's cache folder, so that a new process need not repeat the checks.
 
 A key is valid for the package sources and the torch version that it was stored with. Nothing is stored if Inductor's caches are off
 (``force_disable_caches``, or ``fx_graph_cache`` off).

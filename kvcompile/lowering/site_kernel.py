@@ -44,7 +44,7 @@ class SiteKernel:
     queries: int
 
     def source(self) -> str:
-        """Return the Triton module."""
+        """Return the kernel's Triton module as source text."""
         return attend_source(self.config, self.batch, self.queries)
 
     def compiled(self, arch: str) -> list[dict[str, str | bytes]]:
@@ -61,7 +61,7 @@ class PrefillSite:
     queries: int
 
     def source(self) -> str:
-        """Return the Triton module."""
+        """Return the kernel's Triton module as source text."""
         return prefill_offline.prefill_source(self.config, self.batch, self.queries)
 
     def compiled(self, arch: str) -> list[dict[str, str | bytes]]:

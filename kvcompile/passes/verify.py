@@ -57,7 +57,7 @@ def verify(rewritten: Rewritten, captured: Captured, fakes: tuple[Any, ...]) -> 
         name = spec.name
         writers = [user for user in plane.users if _name(user) in APPENDS]
         # Sinks of keys in two stores are concatenated before they are read.
-        joined = [user for user in plane.users if spec.early and op_name(user) == "cat"]
+        joined = [user for user in plane.users if spec.exact_first and op_name(user) == "cat"]
         # With tiled values, each attention reads a slice of the key heads.
         joined += [user for user in plane.users if op_name(user) == "slice"]
         beside = {user for user in joined if all(_name(reader) in attends for reader in user.users)}
@@ -100,7 +100,10 @@ def _planes(bindings: list[Binding], planes: list[fx.Node]) -> set[fx.Node]:
 
 
 def _asks(user: fx.Node, name: str, writers: list[fx.Node], order: dict[fx.Node, int]) -> bool:
-    """Return whether a node only reads a plane's size, or the clock: before the append for a count, after it to test for a broken row."""
+    """Return whether a node reads only a plane's size, or only the clock in an allowed order.
+
+    The clock may be read before the append, to count positions, or after it, to test for rows whose tokens came out of order.
+    """
     if op_name(user) == "sym_size":
         return True
     views, users = [user], []
@@ -116,7 +119,7 @@ def _asks(user: fx.Node, name: str, writers: list[fx.Node], order: dict[fx.Node,
 
 
 def _counts(user: fx.Node) -> bool:
-    """Return whether a node only reads a plane's number to subtract it from positions."""
+    """Return whether a node reads a plane only to subtract its number from positions."""
     return op_name(user) == "reshape" and all(op_name(node) == "sub" for node in user.users)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from kvcompile.schemes import registry
 from kvcompile.schemes.adaptive import Adaptive, Churn, Due, PendingNumbers, StoredLayer, StoredTokens
 from kvcompile.schemes.asymmetric import Kivi
-from kvcompile.schemes.base import AMAX, SPREAD, Planes, Scheme
+from kvcompile.schemes.base import AMAX, SPREAD, Planes, Prompt, Scheme
 from kvcompile.schemes.certificate.policy import Certify
 from kvcompile.schemes.dense import Dense
 from kvcompile.schemes.nf4 import Nf4
@@ -28,5 +28,5 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "AMAX", "BY_NAME", "SPREAD", "Adaptive", "Certify", "Churn", "Dense", "Due", "Fp8", "Int4", "Int8", "Kivi", "Nf4", "PendingNumbers",
-    "Planes", "Scheme", "StoredLayer", "StoredTokens", "loaded", "make", "parse", "register", "registered", "settings",
+    "Planes", "Prompt", "Scheme", "StoredLayer", "StoredTokens", "loaded", "make", "parse", "register", "registered", "settings",
 ]

@@ -27,7 +27,9 @@ the moves of a graph's layers are spread, so that no single step does all of the
 
 
 class Due(enum.Enum):
-    """When widths must be decided: not yet; after this step, for moves a few steps later; or now, as too many tokens came to wait."""
+    """The time at which widths must be decided again: not yet; after this step, to be applied some steps later; or now, as too many tokens
+    wait.
+    """
 
     NOT = "not yet"
     SOON = "some steps ahead"
@@ -41,7 +43,7 @@ def on_device(numbers: Sequence[float], device: torch.device, dtype: torch.dtype
 
 
 class PendingNumbers:
-    """Device numbers that the host reads later: they are copied asynchronously, so that a late read does not wait."""
+    """Device numbers that the host reads some steps later: they are copied asynchronously, so that reading them does not wait."""
 
     def __init__(self, seen: torch.Tensor) -> None:
         self.event: Event | None = None
@@ -63,7 +65,7 @@ class PendingNumbers:
 
 @dataclass(frozen=True)
 class Churn:
-    """Counts of what reallocations changed.
+    """Counts of what reallocations changed: how often, and how many tokens.
 
     ``allocations``: reallocations. ``moved``: encoded tokens whose keys or values changed width; ``promoted``: those that became wider.
     ``refused``: promotions refused because no full-precision copy was kept.
@@ -201,13 +203,14 @@ class Adaptive(Scheme):
 
     @abc.abstractmethod
     def quiet(self, first: int, count: int) -> bool:
-        """Return whether no layer can have ``due`` or ``looks`` now. A comparison or two, since every layer asks at every step."""
+        """Return whether no layer can have ``due`` or ``looks`` now. It costs a comparison or two, since every layer asks at every step."""
 
     @abc.abstractmethod
     def due(self, keys: Planes, slot: SlotSpec, first: int, count: int, layer: int, early: int = EARLY) -> Due:
-        """Return when widths must be decided anew, from ``first`` tokens at the last decision and ``count`` now. Does not synchronise.
+        """Return when widths must be decided anew, with ``count`` tokens now and ``first`` at the last decision (0: none so far).
 
-        ``early``: steps ahead of the moves at which a decision is already due.
+        ``keys``: the key planes of layer number ``layer``. ``early``: SOON is returned from this many tokens before the decision is due,
+        since its moves are applied some steps later; never before the first decision. Does not synchronise.
         """
 
     @abc.abstractmethod
@@ -216,10 +219,10 @@ class Adaptive(Scheme):
 
     @abc.abstractmethod
     def importance(self, layers: Sequence[Planes], count: int, among: Sequence[Planes]) -> torch.Tensor:
-        """Return copies of the importance of ``count`` tokens that L layers' key planes hold, [L, ...].
+        """Return a copy of the importance of the first ``count`` tokens of L layers, from their key planes, [L, ...]. Does not synchronise.
 
-        ``among``: key planes of all layers of the graph that are stored alike. Like ``drifted`` and ``decide``, which may run concurrently
-            with the next step, this does not synchronise: those two read these copies and planes that steps do not write.
+        ``among``: key planes of all layers of the graph with equal layout, over which schemes may average the importance. ``drifted`` and
+        ``decide`` may run concurrently with the next step: they read this copy, and planes that steps do not write.
         """
 
     @abc.abstractmethod
@@ -228,7 +231,7 @@ class Adaptive(Scheme):
 
     @abc.abstractmethod
     def decide(self, layers: Sequence[StoredLayer], importance: torch.Tensor) -> Any:
-        """Return new widths for the tokens of some layers of equal slots and batch."""
+        """Return new widths for the tokens of some layers of equal slots and batch, as ``move`` takes them, without a wait."""
 
     @abc.abstractmethod
     def move(self, layer: StoredLayer, decision: Any, number: int, held: int) -> Reallocated:

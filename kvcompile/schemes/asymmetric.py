@@ -20,17 +20,17 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import sympy
 import torch
 
-from kvcompile.schemes.base import AMAX, SPREAD, Planes, Scheme, require, require_divides
+from kvcompile.schemes.base import AMAX, SPREAD, Planes, Scheme, optional, require, require_divides
 from kvcompile.schemes.certificate import bounds
 from kvcompile.schemes.certificate.bounds import STEP, ZERO
 from kvcompile.schemes.low_bit import LowBit
 from kvcompile.schemes.rotation import Rotate
-from kvcompile.schemes.symmetric import SCALE_DTYPES, SCALE_ULP, TINY, as_stored, rounded_up
+from kvcompile.schemes.symmetric import SCALE_ULP, TINY, as_stored, require_scale_dtype, rounded_up
 from kvcompile.types import PAGE, KernelFormat, Layout, MinMax, PlaneSpec, Role, SlotSpec
 
 
@@ -46,6 +46,10 @@ class Axis(enum.Enum):
 
 
 BITS = (2, 3, 4)
+LEAST_WINDOW = 32
+"""The default window where a group is no larger; else it is one group."""
+MOST_GROUP = 128
+"""Largest group; of keys per channel ``PAGE``, whose scales are rows of one page."""
 PARTS = {2: 4, 3: 8, 4: 2, 5: 8, 8: 1}
 """Codes per word of the planar layout, by bits."""
 SEGMENTS = {2: 1, 3: 3, 4: 1, 5: 5, 8: 1}
@@ -103,7 +107,10 @@ def _before(x: torch.Tensor) -> torch.Tensor:
 
 
 def stored_range(grouped: torch.Tensor, dim: int, steps: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return stored scale and zero point of groups along ``dim`` of a float32 tensor, size 1 along it; a group spans ``steps`` scales."""
+    """Return (scale, zero point) as stored, for each group along ``dim`` of a float32 tensor, with size 1 along ``dim``.
+
+    ``steps``: the number of scales from a group's minimum to its maximum.
+    """
     low, high = grouped.amin(dim, keepdim=True), grouped.amax(dim, keepdim=True)
     zero = rounded_down(low, dtype)
     spread = high - zero.to(torch.float32)
@@ -120,11 +127,14 @@ def in_scales(grouped: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) ->
 
 @dataclasses.dataclass(frozen=True)
 class Kivi(LowBit):
-    """Asymmetric codes, keys per channel and values per token, the newest tokens in full precision; 2 bits by default."""
+    """Asymmetric codes, keys per channel and values per token, the newest tokens in full precision; 2 bits by default.
+
+    ``window`` None: one group, at least 32 tokens.
+    """
 
     bits: int = 2
     group: int = 32
-    window: int = 32
+    window: int = dataclasses.field(default=cast(int, None), metadata=optional(int))
     axis: Axis = Axis.AUTO
     scale_dtype: torch.dtype = torch.float16
     pre_rope: bool = False
@@ -135,20 +145,19 @@ class Kivi(LowBit):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.bits in BITS, self.name, "bits", "2, 3 or 4", self.bits, "2 is the setting of the source")
+        require(self.bits in BITS, self.name, "bits", "2, 3 or 4", self.bits, "2 is the paper's setting")
         require(
-            isinstance(self.group, int) and 8 <= self.group <= PAGE and PAGE % self.group == 0, self.name, "group",
-            f"a power of two from 8 to {PAGE}", self.group, "32 is the setting of the source",
+            isinstance(self.group, int) and 8 <= self.group <= MOST_GROUP and MOST_GROUP % self.group == 0, self.name, "group",
+            f"a power of two from 8 to {MOST_GROUP}", self.group, "32 is the paper's setting",
         )
+        if self.window is None:
+            object.__setattr__(self, "window", max(LEAST_WINDOW, self.group))
         require(
             isinstance(self.window, int) and self.window >= self.group and self.window % self.group == 0, self.name, "window",
             f"a multiple of the group ({self.group}), at least one group", self.window, f"{self.group} or {4 * self.group} are usual",
         )
-        require(isinstance(self.axis, Axis), self.name, "axis", "auto, channel or token", self.axis, "auto is the setting of the source")
-        require(
-            self.scale_dtype in SCALE_DTYPES, self.name, "scale_dtype", "float16, bfloat16 or float32", self.scale_dtype,
-            "float16 is the usual choice",
-        )
+        require(isinstance(self.axis, Axis), self.name, "axis", "auto, channel or token", self.axis, "auto is the paper's setting")
+        require_scale_dtype(self.scale_dtype, self.name)
         require(isinstance(self.pre_rope, bool), self.name, "pre_rope", "True or False", self.pre_rope, "False is the usual choice")
         require(
             not self.pre_rope or self.rotate is Rotate.NONE, self.name, "rotate", "none where keys are stored before RoPE", self.rotate,
@@ -160,7 +169,7 @@ class Kivi(LowBit):
         default = cls()
         changes: list[dict[str, Any]] = [
             {"bits": 4}, {"bits": 3}, {"group": 16, "window": 64}, {"scale_dtype": torch.bfloat16},
-            {"scale_dtype": torch.float32, "bits": 4}, {"rotate": Rotate.KV, "order": 32, "sinks": 5},
+            {"scale_dtype": torch.float32, "bits": 4}, {"group": 64, "window": 64}, {"rotate": Rotate.KV, "order": 32, "sinks": 5},
         ]
         return (default, *(dataclasses.replace(default, **change) for change in changes))
 
@@ -190,6 +199,11 @@ class Kivi(LowBit):
         require_divides(PARTS[self.bits], slot, self.name, "codes per word")
         if self.for_role(slot.role).axis is Axis.TOKEN:
             require_divides(self.group, slot, self.name, "group")
+            return
+        require(
+            self.group <= PAGE, self.name, "group", f"at most {PAGE} tokens for {slot.role.value}s that share scales along tokens",
+            self.group, f"values take {self.group} channels a scale: 'k={self.name}(group={PAGE}),v={self.name}(group={self.group})'",
+        )
 
     def layout(self, slot: SlotSpec) -> Layout:
         own = self.for_role(slot.role)
@@ -213,7 +227,7 @@ class Kivi(LowBit):
 
     def quantize(self, x_BKSD: torch.Tensor) -> Planes:
         """Return codes int32 [B, K, S, D], and scales and zero points in the layout's shapes."""
-        assert self.axis is not Axis.AUTO, "the role is not known here: call of(role) first"
+        assert self.axis is not Axis.AUTO, "keys or values? call for_role(role) first"
         x = x_BKSD.to(torch.float32)
         dim = -2 if self.axis is Axis.CHANNEL else -1
         grouped = torch.unflatten(x, dim, (x.shape[dim] // self.group, self.group))

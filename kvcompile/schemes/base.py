@@ -10,19 +10,25 @@ import abc
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import sympy
 import torch
 
-from kvcompile.errors import BadOption, HalvesDiffer, HeadDimNotDivisible, LatentNotHeld
+from kvcompile.errors import BadOption, HeadDimNotDivisible, LatentNotHeld, PairedSchemesDiffer
 from kvcompile.schemes.rotation import Rotation
-from kvcompile.types import AbsMax, Bins, KernelFormat, Layout, MinMax, PlaneSpec, Role, SlotSpec, Static
+from kvcompile.types import AbsMax, Bins, Cells, KernelFormat, Layout, MinMax, PlaneSpec, Role, SlotSpec, Static
 
 Planes = tuple[torch.Tensor, ...]
 
 DATA = {"option": False}
 """Field metadata: data rather than an option, so it is left out of the scheme's text; kernels get it as planes."""
+
+def optional(kind: type) -> dict[str, Any]:
+    """Return field metadata for an option that is None or of ``kind``, for reading its text."""
+    return {"optional": kind}
+
 
 QUIET = {"quiet": True}
 """Field metadata: an option that the scheme's text leaves out if it has its default."""
@@ -38,20 +44,36 @@ NORM = sympy.Symbol("norm", nonnegative=True)
 
 
 @dataclasses.dataclass(frozen=True)
+class Prompt:
+    """Further inputs of ``calibrate``, besides queries, from the call that fills an empty cache; None if the call does not give them.
+
+    ``keys``: its new keys [B, K, S, D] as the store is to hold them. ``angles``: cos and sin [1 or B, S, Dr] at the queries' positions, and
+    whether RoPE pairs neighbouring channels (``ops.apply_rope``); given with queries before RoPE.
+    """
+
+    keys: torch.Tensor | None = None
+    angles: tuple[torch.Tensor, torch.Tensor, bool] | None = None
+
+
+UNTOLD = Prompt()
+"""A call that shows its queries alone."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Scheme(abc.ABC):
     """How one slot is encoded. Subclasses are frozen dataclasses whose fields are the options.
 
     Four members are yours to write: ``layout``, ``format``, ``encode`` and ``bound``. Three more if they apply: ``largest``, if scales
-    overflow before float32 does; ``check``, for head dims that cannot be held; ``variants``, the settings that tests try. Every other
-    member has a default that holds of a scheme that encodes each token by itself and keeps none in full precision.
+    overflow before float32 does; ``check``, for head dims that cannot be held; ``variants``, the settings that tests try. The default of
+    every other member is right for a scheme that encodes each token by itself and keeps no token in full precision.
 
-    Scales must neither overflow nor underflow the dtype that they are stored in: ``symmetric.stored_scale`` rounds them up and keeps
-    them above zero. ``kvcompile.testing.conformance`` tries all that is expected of a scheme.
+    Scales must neither overflow nor underflow the dtype that they are stored in: ``symmetric.stored_scale`` rounds them up and keeps them
+    above zero. ``kvcompile.testing.conformance`` tries all that is expected of a scheme.
     """
 
     name: ClassVar[str]
     window = 0
-    """Number of newest tokens that stay in full precision, in a plane named ``window``; an option of schemes that encode blocks."""
+    """Number of newest tokens that stay in full precision, in a plane named ``window``; an option (``schemes.windowed``)."""
     sinks = 0
     """Number of a row's first tokens that stay in full precision, in a plane named ``sinks``; an option."""
     calibrated: ClassVar[frozenset[str]] = frozenset()
@@ -62,6 +84,8 @@ class Scheme(abc.ABC):
     """Whether keys are stored before their rotary embedding, which attention then applies; an option."""
     calibrates_before_rope = False
     """Whether ``calibrate`` takes queries before their rotary embedding if keys are stored so."""
+    calibrates_on_keys = False
+    """Whether ``calibrate`` takes the call's keys as the store is to hold them; not if a plane of its own rotates them."""
     attention: ClassVar[str] = "attend"
     """The operation in ``torch.ops.kvcompile`` that attends over a store of this scheme; the same for keys and values of a site."""
     attention_writes: ClassVar[tuple[str, ...]] = ()
@@ -90,6 +114,15 @@ class Scheme(abc.ABC):
     precision."""
     source: ClassVar[str] = ""
     warning: ClassVar[str | None] = None
+    renamed: ClassVar[Mapping[str, str]] = {}
+    """Former names of options, with the present ones: texts and pickles of version 0.1 have them."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Set the options from a pickle, of this version or an earlier one."""
+        vars(self).update(self.written_before(state))
+
+    def __post_init__(self) -> None:  # noqa: B027 - a scheme without options checks nothing
+        """Raise a SchemeError if an option has a value that the scheme does not take."""
 
     @abc.abstractmethod
     def layout(self, slot: SlotSpec) -> Layout:
@@ -108,7 +141,9 @@ class Scheme(abc.ABC):
         """
 
     def spoiled(self, heads: int, head_dim: int, device: torch.device | None = None) -> Planes:
-        """Return the codes of one absent token, [1, K, 1, width] per plane; they decode to NaN."""
+        """Return codes that decode to NaN, [1, K, 1, width] per plane: those of a token that does not exist, such as one at an index out of
+        range.
+        """
         return self.encode(torch.full((1, heads, 1, head_dim), float("nan"), device=device))
 
     @abc.abstractmethod
@@ -119,7 +154,9 @@ class Scheme(abc.ABC):
         """
 
     def planes_read(self, slot: SlotSpec) -> int:
-        """Return the number of leading planes that attention reads; more than a kernel decodes if full-precision planes are among them."""
+        """Return the number of leading planes that attention reads; it exceeds the number that a kernel decodes if full-precision planes
+        are among them.
+        """
         return self.format(slot).planes
 
     def radius(self, slot: SlotSpec) -> sympy.Expr | None:
@@ -136,8 +173,18 @@ class Scheme(abc.ABC):
         return (cls(),)
 
     @classmethod
+    def written_before(cls, options: Mapping[str, object]) -> Mapping[str, object]:
+        """Return the options of a scheme's text or pickle, of this version or an earlier one, by the names that they have now.
+
+        Options that the earlier version left out have the defaults of that version.
+        """
+        return {cls.renamed.get(name, name): value for name, value in options.items()}
+
+    @classmethod
     def named(cls) -> dict[str, dict[str, object]]:
-        """Return the settings that a source names, as {name: options}; each name begins with the scheme's name and a hyphen."""
+        """Return the settings that the scheme's source gives names to, as {name: options}; each name begins with the scheme's name and a
+        hyphen.
+        """
         return {}
 
     @property
@@ -161,28 +208,41 @@ class Scheme(abc.ABC):
         return 1
 
     def minmax(self, head_dim: int) -> MinMax | None:
-        """Return how a kernel may encode rows of ``head_dim`` channels bit for bit as ``encode`` does; None if it may not."""
+        """Return the parameters by which a kernel encodes rows of ``head_dim`` channels bit for bit as ``encode``;
+        None if no kernel may.
+        """
         del head_dim
         return None
 
     def absmax(self, head_dim: int) -> AbsMax | None:
-        """Return how a kernel may encode rows of ``head_dim`` channels without zero points and blocks; None if it may not."""
+        """Return the parameters by which a kernel encodes rows of ``head_dim`` channels with scales of largest magnitudes; None if no
+        kernel may.
+
+        Such schemes have neither zero points nor blocks.
+        """
         del head_dim
         return None
 
     def bins(self, head_dim: int) -> Bins | None:
-        """Return how a kernel may encode rows of ``head_dim`` channels by given thresholds; None if it may not."""
+        """Return the parameters by which a kernel encodes rows of ``head_dim`` channels with thresholds from a plane; None if no kernel
+        may.
+        """
         del head_dim
         return None
 
     def static(self, head_dim: int) -> Static | None:
-        """Return how a kernel may encode rows of ``head_dim`` channels by given scales; None if it may not."""
+        """Return the parameters by which a kernel encodes rows of ``head_dim`` channels with scales from a plane; None if no kernel may."""
+        del head_dim
+        return None
+
+    def cells(self, head_dim: int) -> Cells | None:
+        """Return how a kernel may encode rows of ``head_dim`` channels by constant edges between levels; None if it may not."""
         del head_dim
         return None
 
     @property
     def in_kernels(self) -> bool:
-        """Whether this very class, not one that it derives from, lets kernels encode."""
+        """Whether kernels may encode for this class itself; a class derived from it must allow it anew."""
         return bool(vars(type(self)).get("kernel_encoding", False))
 
     def rotation(self, slot: SlotSpec) -> Rotation | None:
@@ -209,7 +269,7 @@ class Scheme(abc.ABC):
         del slot
         return False
 
-    def calibrate(self, q_BKGSD: torch.Tensor, keep_BS: torch.Tensor | None) -> Planes:
+    def calibrate(self, q_BKGSD: torch.Tensor, keep_BS: torch.Tensor | None, prompt: Prompt = UNTOLD) -> Planes:
         """Return the fixed planes, in the layout's order, computed from queries.
 
         ``keep_BS``: False for padding tokens; None if there are none.
@@ -241,12 +301,12 @@ class Scheme(abc.ABC):
         ``latent``: keys and values are computed from a cached latent. ``path``: the module path, for the message.
         """
         if keys.attention != values.attention:
-            raise HalvesDiffer(scheme=self.name, keys=keys.spec(), values=values.spec(), path=path)
+            raise PairedSchemesDiffer(scheme=self.name, keys=keys.spec(), values=values.spec(), path=path)
         if latent and self.attention != Scheme.attention:
             raise LatentNotHeld(scheme=self.name, path=path)
 
     def check_site(self, keys: SlotSpec, values: SlotSpec, layer: int) -> None:
-        """Raise a SchemeError if the attention of a layer, by its number, cannot have this scheme for keys and values of these slots."""
+        """Raise a SchemeError if the attention in layer number ``layer`` cannot have this scheme for slots ``keys`` and ``values``."""
         del keys, values, layer
 
     def certifying(self, certify: str) -> Scheme | None:
@@ -257,7 +317,7 @@ class Scheme(abc.ABC):
     def decode(self, planes: Planes, slot: SlotSpec) -> torch.Tensor:
         """Return the dequantized values, float32 [..., S, D], of planes [..., S, width].
 
-        ``planes``: all planes that attention reads; or those that ``encode`` returned, and tables are taken from ``constants``.
+        ``planes``: all planes that attention reads; or only those that ``encode`` returned, and ``constants`` gives the tables.
         """
         fmt = self.format(slot)
         values = unpacked(planes[0], fmt)

@@ -26,6 +26,7 @@ class LowBit(Scheme):
     sinks: int = dataclasses.field(default=0, kw_only=True, metadata=QUIET)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(isinstance(self.rotate, Rotate), self.name, "rotate", "none, k or kv", self.rotate, "k is the usual choice")
         require(
             type(self.order) is int and self.order in (0, *ORDERS), self.name, "order", "0 or " + ", ".join(map(str, ORDERS)), self.order,
@@ -38,7 +39,7 @@ class LowBit(Scheme):
 
     @property
     def beside(self) -> dict[str, Any]:
-        """These options, for making the scheme of the other slot."""
+        """These options as keyword arguments, for the scheme of the other slot (keys or values)."""
         return {"rotate": self.rotate, "order": self.order, "sinks": self.sinks}
 
     def rotation(self, slot: SlotSpec) -> Rotation | None:

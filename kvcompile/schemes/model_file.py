@@ -17,7 +17,7 @@ import torch
 from kvcompile.errors import FileUnfit, SchemeError
 from kvcompile.files.declared import AtLeast
 from kvcompile.files.json_file import parsed
-from kvcompile.files.tensor_file import DIGEST, Entry, digest, read_tensors
+from kvcompile.files.tensor_file import DIGEST, Entry, digest, follow_umask, read_tensors
 from kvcompile.schemes.site_paths import matches, shown
 
 SAMPLES = 64
@@ -51,7 +51,9 @@ Declare = Callable[[Mapping[str, str], list[str]], Mapping[str, Entry]]
 
 @dataclass(frozen=True)
 class ModelFile:
-    """One kind of file: its mark, what it holds (for messages), the error for a bad file, and advice on how to get a good one."""
+    """A kind of file: the mark that identifies it, what it holds (for messages), the error for a bad file, and advice on how to get a good
+    one.
+    """
 
     mark: str
     holds: str
@@ -68,6 +70,7 @@ class ModelFile:
         try:
             planes = {name: plane.contiguous() for name, plane in tensors.items()}
             save_file(planes, str(unfinished), {**metadata, DIGEST: digest(planes, metadata)})
+            follow_umask(unfinished)
             unfinished.replace(path)
         finally:
             unfinished.unlink(missing_ok=True)

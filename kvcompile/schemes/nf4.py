@@ -11,7 +11,7 @@ import sympy
 import torch
 
 from kvcompile.schemes.symmetric import Symmetric
-from kvcompile.types import Extent, Granularity, KernelFormat, Layout, PlaneSpec, SlotSpec
+from kvcompile.types import Cells, Extent, Granularity, KernelFormat, Layout, PlaneSpec, SlotSpec
 
 OFFSET, LARGEST = 0.9677083, 8.0
 """The outermost quantile, from the source's code; and its level, chosen so that scales are an eighth of the magnitude, which float16
@@ -51,6 +51,11 @@ class Nf4(Symmetric):
 
     def format(self, slot: SlotSpec) -> KernelFormat:
         return dataclasses.replace(super().format(slot), levels=16)
+
+    def cells(self, head_dim: int) -> Cells | None:
+        if type(self) is not Nf4 or self.granularity is Granularity.TENSOR:
+            return None
+        return Cells(self.bits, self.parts, 1, self.channels_per_scale(head_dim), EDGES, self.qmax)
 
     def unpack(self, words: torch.Tensor, part: int) -> torch.Tensor:
         return ((words >> (4 * part)) & 15).to(torch.float32)

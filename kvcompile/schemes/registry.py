@@ -10,7 +10,6 @@ an entry point of the group ``kvcompile.schemes`` whose name is the scheme's::
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import enum
 import functools
 import importlib
@@ -24,6 +23,7 @@ import torch
 from kvcompile.errors import BadOption, BadScheme, UnknownOption, UnknownScheme
 from kvcompile.files.pickled import admit
 from kvcompile.schemes.base import Scheme
+from kvcompile.spelling import did_you_mean
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +32,7 @@ PLACES = {
     "int8": "kvcompile.schemes.symmetric:Int8",
     "int4": "kvcompile.schemes.symmetric:Int4",
     "nf4": "kvcompile.schemes.nf4:Nf4",
+    "gauss": "kvcompile.schemes.gauss:Gauss",
     "fp8": "kvcompile.schemes.symmetric:Fp8",
     "kivi": "kvcompile.schemes.asymmetric:Kivi",
     "normed": "kvcompile.extensions.squat.normed:Normed",
@@ -159,12 +160,12 @@ def registered() -> tuple[type[Scheme], ...]:
 
 
 def loaded() -> tuple[type[Scheme], ...]:
-    """Return the schemes imported or registered so far; a compiled graph can have no others."""
+    """Return the schemes imported or registered so far; every scheme of a compiled graph is among them."""
     return tuple(BY_NAME.found.values())
 
 
 def settings() -> Mapping[str, tuple[str, dict[str, object]]]:
-    """Return the settings that sources name, of all schemes, as {name: (scheme's name, options)}."""
+    """Return the settings of all schemes that their sources give names to, as {name: (scheme's name, options)}."""
     return {name: (kind.name, options) for kind in registered() for name, options in kind.named().items()}
 
 
@@ -185,6 +186,8 @@ def _option(scheme: type[Scheme], name: str, text: object) -> object:
     if not isinstance(text, str):
         return text
     try:
+        if (kind := known[name].metadata.get("optional")) is not None:
+            return None if text == "None" else kind(text)
         if isinstance(default, enum.Enum):
             return type(default)(text)
         if isinstance(default, torch.dtype):
@@ -197,22 +200,28 @@ def _option(scheme: type[Scheme], name: str, text: object) -> object:
         return type(default)(text)
     except (ValueError, KeyError, AttributeError) as error:
         raise BadOption(
-            scheme=scheme.name, option=name, expected=f"like {default}", found=text, todo="correct the value"
+            scheme=scheme.name, option=name, expected=_spellings(default), found=text, todo="correct the value"
         ) from error
+
+
+def _spellings(default: object) -> str:
+    """Return what an option may be, by its default: every spelling of an enum, an example of anything else."""
+    if isinstance(default, enum.Enum):
+        return "one of " + ", ".join(str(item.value) for item in type(default))
+    return "True or False" if isinstance(default, bool) else f"like {default}"
 
 
 def make(name: str, **options: object) -> Scheme:
     """Return a scheme by name with options. Raises UnknownScheme, UnknownOption, BadOption, or BadScheme for a bad entry point."""
     if name in BY_NAME:
         cls = BY_NAME[name]
-        return cls(**{key: _option(cls, key, value) for key, value in options.items()})
+        return cls(**{key: _option(cls, key, value) for key, value in cls.written_before(options).items()})
     setting = _setting(name)
     if setting is not None:
         base, given = setting
         return make(base, **{**given, **options})
     names = [*BY_NAME, *settings()]
-    near = difflib.get_close_matches(name, names, n=1)
-    raise UnknownScheme(known=names, name=name, hint=f"; did you mean {near[0]!r}?" if near else "")
+    raise UnknownScheme(known=names, name=name, hint=did_you_mean(name, names))
 
 
 @functools.cache

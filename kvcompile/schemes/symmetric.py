@@ -24,14 +24,21 @@ from kvcompile.schemes.certificate.bounds import STEP
 from kvcompile.schemes.certificate.bounds import TINY as TINIEST
 from kvcompile.schemes.low_bit import LowBit
 from kvcompile.schemes.rotation import Rotate
+from kvcompile.schemes.windowed import Windowed
 from kvcompile.types import AbsMax, Granularity, KernelFormat, Layout, PlaneSpec, SlotSpec
 
 DEFAULT_GROUP, LEAST_GROUP = 32, 8
 """Default and smallest number of channels that share a scale."""
 
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
 TINY = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-126, torch.float32: 2.0**-126}
 SCALE_ULP = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float32: 2.0**-23}
+
+
+def require_scale_dtype(dtype: object, scheme: str) -> None:
+    """Raise BadOption unless a scheme's option ``scale_dtype`` is one of ``SCALE_DTYPES``."""
+    require(dtype in SCALE_DTYPES, scheme, "scale_dtype", "float16, bfloat16 or float32", dtype, "float16 is the usual choice")
 
 
 def stored_scale(amax: torch.Tensor, qmax: float, dtype: torch.dtype) -> torch.Tensor:
@@ -65,7 +72,7 @@ def as_stored(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 @dataclasses.dataclass(frozen=True)
-class Symmetric(LowBit):
+class Symmetric(Windowed, LowBit):
     """Symmetric codes with one scale per token and head, per channel group, or per write."""
 
     granularity: Granularity = Granularity.TOKEN
@@ -88,10 +95,7 @@ class Symmetric(LowBit):
             isinstance(self.group, int) and self.group >= LEAST_GROUP and self.group & (self.group - 1) == 0, self.name, "group",
             f"a power of two, at least {LEAST_GROUP}", self.group, f"{DEFAULT_GROUP} is the usual choice",
         )
-        require(
-            self.scale_dtype in SCALE_DTYPES, self.name, "scale_dtype", "float16, bfloat16 or float32", self.scale_dtype,
-            "float16 is the usual choice",
-        )
+        require_scale_dtype(self.scale_dtype, self.name)
 
     @classmethod
     def variants(cls) -> tuple[Symmetric, ...]:
@@ -99,7 +103,7 @@ class Symmetric(LowBit):
         changes: list[dict[str, Any]] = [
             *({"granularity": item} for item in Granularity), *({"scale_dtype": item} for item in SCALE_DTYPES),
             {"granularity": Granularity.GROUP, "group": 8}, {"granularity": Granularity.GROUP, "group": 64, "scale_dtype": torch.float32},
-            {"rotate": Rotate.KV, "sinks": 5},
+            {"rotate": Rotate.KV, "sinks": 5}, {"window": 32}, {"rotate": Rotate.KV, "sinks": 5, "window": 16},
         ]
         return tuple(dict.fromkeys((default, *(dataclasses.replace(default, **change) for change in changes))))
 
@@ -147,7 +151,7 @@ class Symmetric(LowBit):
         return Layout((
             PlaneSpec("codes", self.word_dtype, slot.head_dim // self.parts),
             PlaneSpec("scales", self.scale_dtype, slot.head_dim // self.channels_per_scale(slot.head_dim)),
-        )).with_sinks(slot, self.sinks)
+        )).windowed(slot, self.window).with_sinks(slot, self.sinks)
 
     def format(self, slot: SlotSpec) -> KernelFormat:
         return KernelFormat(self.word_dtype, self.parts, self.channels_per_scale(slot.head_dim), True, self.unpack)
@@ -182,7 +186,9 @@ class Symmetric(LowBit):
 
     @property
     def per_scale(self) -> sympy.Expr:
-        """Largest error of a channel in stored scales, including float32 rounding of x / scale and of code * scale (2 units at qmax)."""
+        """Largest error of a channel as a multiple of its stored scale, float32 rounding of x / scale and of code * scale included (2 units
+        at qmax).
+        """
         return self.reach + sympy.Float(self.qmax * 2.0**-22)
 
     def radius(self, slot: SlotSpec) -> sympy.Expr | None:

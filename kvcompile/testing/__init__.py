@@ -1,7 +1,7 @@
 """Laws that every scheme must hold, to try on yours: ``conformance(Scheme)``, or ``python -m kvcompile.testing file.py``.
 
-Needs no test framework. What a law needs a process of its own for, kernels in Triton's interpreter, is in the repository's tests:
-``pytest --scheme=file.py``.
+Needs no test framework. Laws that need a separate process, for kernels in Triton's interpreter, are in the repository's tests: ``pytest
+--scheme=file.py``.
 """
 
 from kvcompile.errors import LawBroken, NotConforming

@@ -44,7 +44,7 @@ class Buffers(nn.Module):
 
 
 class Grown(nn.Module):
-    """One attention over keys and values that every call appends to; it computes them, as a model does, times one."""
+    """One attention over keys and values that every call appends to; it computes them from its inputs, times the buffer ``one`` (1.0)."""
 
     one: torch.Tensor
 
@@ -94,7 +94,7 @@ def grown(scheme: Scheme, calls: tuple[int, ...]) -> tuple[Callable[..., Any], l
 
 
 def hold(scheme: Scheme, caches: list[torch.Tensor], expected: tuple[torch.Tensor, ...], roundings: int = 1) -> None:
-    """Check that caches decode to the ``expected`` tokens within ``roundings`` times the error bound."""
+    """Check that caches decode to the ``expected`` tokens, within ``roundings`` times the scheme's error bound."""
     for cache, x, role in zip(caches, expected, Role, strict=True):
         made, found = scheme.for_role(role), decoded(cache)
         if found.shape != x.shape:
@@ -112,7 +112,7 @@ def hold(scheme: Scheme, caches: list[torch.Tensor], expected: tuple[torch.Tenso
             unlike(f"the tokens of a cache within {roundings} times the bound", f"{float((error - allowed).max()):.3g} over it")
 
 
-@law(Over.DEFAULT, "let what a store decodes to be what attention was given, in calls of any length")
+@law(Over.CACHES, "let what a store decodes to be what attention was given, in calls of any length")
 def a_compiled_attention_fills_a_cache(scheme: Scheme) -> None:
     """Check the results and the cached tokens of a prompt and steps, over a cache of fixed capacity and over a growing one."""
     _, caches, (_, keys, values) = grown(scheme, (PROMPT, *STEPS))
@@ -133,7 +133,7 @@ def a_compiled_attention_fills_a_cache(scheme: Scheme) -> None:
                 unlike("a first call that attends to its own tokens in full precision", f"an error of {float(first):.3g}")
 
 
-@law(Over.DEFAULT, "let the scheme be made again from its fields: dataclasses and enums of plain values, defined in a module")
+@law(Over.CACHES, "let the scheme be made again from its fields: dataclasses and enums of plain values, defined in a module")
 def a_saved_cache_comes_back(scheme: Scheme) -> None:
     """Check that a cache decodes to the same values after ``torch.save`` and ``torch.load`` (``weights_only``), and after a deep copy."""
     _, caches, _ = grown(scheme, (PROMPT, 1))
@@ -148,7 +148,7 @@ def a_saved_cache_comes_back(scheme: Scheme) -> None:
                 unlike("the values that were saved", "others")
 
 
-@law(Over.DEFAULT, "let a token's codes depend on its own batch row alone, and `layout` give every plane its batch rows")
+@law(Over.CACHES, "let a token's codes depend on its own batch row alone, and `layout` give every plane its batch rows")
 def a_reordered_cache_holds_its_rows(scheme: Scheme) -> None:
     """Check that batch rows selected by ``index_select``, as for beams, decode unchanged, and that a step extends them."""
     run, caches, (q, keys, values) = grown(scheme, (PROMPT, 1))
@@ -163,7 +163,7 @@ def a_reordered_cache_holds_its_rows(scheme: Scheme) -> None:
     hold(scheme, list(past), tuple(torch.cat([x[rows], x[:, :, :1]], 2) for x in (keys, values)))
 
 
-@law(Over.DEFAULT, "encode a block once its last token is there, from the originals that the window keeps of it")
+@law(Over.CACHES, "encode a block once its last token is there, from its full-precision tokens in the window")
 def a_cropped_cache_goes_on(scheme: Scheme) -> None:
     """Check that tokens cropped from a cache, such as a rejected draft, are replaced by the next tokens."""
     if scheme.in_order and not (scheme.window or scheme.for_role(Role.KEY).window):

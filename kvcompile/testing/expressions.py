@@ -28,18 +28,18 @@ SAMPLED = 4096
 
 
 def formats(scheme: Scheme) -> tuple[KernelFormat, ...]:
-    """Return the formats of keys and of values that have codes, each as one of whole words."""
+    """Return the kernel formats of keys and of values, those with codes only, each with words of one number (``_whole``)."""
     found = (made.format(fitting(made)) for made in dict.fromkeys(scheme.for_role(role) for role in Role))
     return tuple(_whole(fmt) for fmt in found if fmt.coded)
 
 
 def _whole(fmt: KernelFormat) -> KernelFormat:
-    """Return a format whose words are whole, as ``unpack`` takes them."""
+    """Return the format with words as ``unpack`` takes them: a word that is stored in segments counts as one number."""
     return fmt if fmt.segments == 1 else dataclasses.replace(fmt, word_dtype=fmt.whole_dtype, segments=1)
 
 
 def words_of(fmt: KernelFormat) -> torch.Tensor:
-    """Return each of the 256 words of one byte, or random ones of more bytes."""
+    """Return all 256 words of a format with words of one byte, or random words of more bytes."""
     size = fmt.word_dtype.itemsize
     if size == 1:
         return torch.arange(256, dtype=torch.int32, device="cpu").to(torch.uint8).view(fmt.word_dtype)
@@ -61,7 +61,7 @@ def cpp_source(formats: Sequence[KernelFormat]) -> str:
 
 
 def compare(fmt: KernelFormat, part: int, words: torch.Tensor, out: torch.Tensor, what: str) -> None:
-    """Check ``out``, values that the code named ``what`` gave for ``words``, against ``unpack``; words that unpack to NaN may differ."""
+    """Check that ``out``, which the code named ``what`` returned for ``words``, equals ``unpack``; words that unpack to NaN may differ."""
     eager = fmt.unpack(words, part)
     finite = eager.isfinite()
     if not int(finite.sum()) >= len(words) - 2:
@@ -90,7 +90,9 @@ def compiled(source: str) -> ctypes.CDLL:
 
 @law(Over.DEFAULT, "write `unpack` with >> << & | ^ + - *, .to and .view alone, the same whatever tensor it is given")
 def printed_expressions_equal_unpack(scheme: Scheme) -> None:
-    """Check that C++ printed from ``unpack`` gives its values for all tried words, and that Triton can be printed."""
+    """Check that C++ code printed from ``unpack`` returns the values of ``unpack`` for all tried words, and that Triton code can be
+    printed.
+    """
     found = formats(scheme)
     for fmt in found:
         for part in range(fmt.parts):

@@ -12,7 +12,7 @@ from kvcompile.schemes import BY_NAME, Scheme, register
 
 
 def schemes_of(text: str) -> tuple[type[Scheme], ...]:
-    """Import the schemes that a file defines, and register those that do not do so themselves; or look one up by its name.
+    """Return the scheme classes that a file defines, registered if they are not yet; or the one with the name ``text``.
 
     Raises NoScheme. The file is imported under its own name, so that other processes find it on ``sys.path`` too.
     """

@@ -20,12 +20,13 @@ class Over(enum.Enum):
     """The settings of a scheme that a law is tried on."""
 
     DEFAULT = "the default"
+    CACHES = "the default, and the first variant with a window if the default has none"
     SETTINGS = "every variant, as keys and as values"
     BOUNDED = "every variant that announces a bound"
 
 
 class Unlike(Exception):
-    """Raised in a law's body; ``Law`` makes a ``LawBroken`` of it."""
+    """Raised inside of a law's function if the law does not hold; ``Law`` raises it again as ``LawBroken``."""
 
     def __init__(self, expected: str, found: object) -> None:
         super().__init__(expected, found)
@@ -33,11 +34,11 @@ class Unlike(Exception):
 
 
 class LeftOut(Exception):
-    """Raised in a law's body where this machine cannot try it; the text says why."""
+    """Raised inside of a law's function if this machine cannot try the law; the text says why."""
 
 
 def unlike(expected: str, found: object) -> NoReturn:
-    """Raise Unlike with a law's expected and found value."""
+    """Raise Unlike with the value that a law expects and the value that it found."""
     raise Unlike(expected, found)
 
 
@@ -55,6 +56,9 @@ class Law:
         if self.over is Over.DEFAULT:
             return (scheme(),)
         found = settings_of(scheme)
+        if self.over is Over.CACHES:
+            windowed = [] if scheme().for_role(Role.KEY).window else [made for made in found if made.window]
+            return (scheme(), *windowed[:1])
         return found if self.over is Over.SETTINGS else tuple(made for made in found if bounded(made))
 
     def __call__(self, scheme: Scheme) -> None:
@@ -76,7 +80,7 @@ class Law:
 
 
 def law(over: Over, todo: str) -> Callable[[Callable[[Scheme], None]], Law]:
-    """Make a law of a function that tries it, under the function's name."""
+    """Return a decorator that makes a ``Law`` of a function, which tries it on one setting; the law has the function's name."""
 
     def made(body: Callable[[Scheme], None]) -> Law:
         return Law(body.__name__, over, todo, body)
@@ -93,7 +97,7 @@ def _spelled(scheme: Scheme) -> str:
 
 
 def settings_of(scheme: type[Scheme]) -> tuple[Scheme, ...]:
-    """Return the distinct variants of a scheme's class for keys and for values."""
+    """Return the distinct schemes to try of a class: each of its ``variants`` as the scheme of keys and as the scheme of values."""
     return tuple(dict.fromkeys(variant.for_role(role) for variant in scheme.variants() for role in Role))
 
 

@@ -37,7 +37,7 @@ def round_trip_is_within_the_bound(scheme: Scheme) -> None:
 
 
 def _refuses(scheme: Scheme, head_dim: int) -> None:
-    """Check that ``check`` raises an error with the head dim for one that the scheme cannot hold."""
+    """Check that a scheme either accepts a head dim, or refuses it with an error that names the head dim."""
     try:
         scheme.check(slot(head_dim=head_dim))
     except SchemeError as error:

@@ -45,7 +45,7 @@ def reference(
 
 @dataclass
 class Problem:
-    """Stores filled with ``tokens`` tokens among garbage, queries behind them, and what decoding gives back."""
+    """Two stores filled with ``tokens`` tokens, with garbage in all other slots, the decoded tokens, and queries after them."""
 
     keys: Scheme
     values: Scheme
@@ -98,7 +98,7 @@ class Problem:
         )
 
     def read(self, role: Role) -> list[torch.Tensor]:
-        """Return the planes of the key or value store that attention reads: those of the scheme's format."""
+        """Return the planes of the key or value store that attention reads, by the scheme's kernel format."""
         planes, scheme, width = (
             (self.k_planes, self.keys, self.width) if role is Role.KEY else (self.v_planes, self.values, self.width_v)
         )
@@ -144,7 +144,7 @@ class Problem:
 
 
 def masks(problem: Problem) -> dict[str, dict[str, Any]]:
-    """Return operands that hide or weigh tokens, every one alone and some together."""
+    """Return operands that hide or weigh tokens, by name: each mask and bias alone, and some of them together."""
     generator = torch.Generator().manual_seed(5)
     B, H, S, T = problem.batch, problem.kv_heads * problem.groups, problem.queries, problem.tokens
     keep = torch.rand(B, T, generator=generator, device="cpu") > 0.3

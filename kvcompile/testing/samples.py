@@ -34,7 +34,7 @@ def fitting(scheme: Scheme, dtype: torch.dtype = torch.float32, heads: int = 2) 
 
 
 def widths(scheme: Scheme) -> tuple[int, ...]:
-    """Return the head dims to try: all for a default, an even and an odd one for other settings."""
+    """Return the head dims to try: all for the default setting; 64, a power of two, and 80 for other settings."""
     default = scheme in {type(scheme)().for_role(role) for role in Role}
     return tuple(head_dim for head_dim in HEAD_DIMS if default or head_dim < 96)
 
@@ -45,7 +45,7 @@ def whole_write(scheme: Scheme) -> bool:
 
 
 def whole_blocks(scheme: Scheme, x_BKSD: torch.Tensor) -> torch.Tensor:
-    """Append zeros to tokens up to a whole block, as the write path fills one."""
+    """Return tokens with zeros appended up to a whole block, as the write path fills one."""
     return torch.nn.functional.pad(x_BKSD, (0, 0, 0, -x_BKSD.shape[2] % scheme.block))
 
 
@@ -55,14 +55,16 @@ def round_trip(scheme: Scheme, x_BKSD: torch.Tensor, spec: SlotSpec) -> torch.Te
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    """Return Gaussian values with one loud channel, as keys have."""
+    """Return normal random values with one channel of large magnitude, as keys have."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed), device="cpu")
     x[..., shape[-1] // 3] *= 20
     return x.to(dtype)
 
 
 def unwritten(scheme: Scheme, spec: SlotSpec, plane: PlaneSpec, pages: int, batch: int) -> torch.Tensor:
-    """Return a plane full of what nothing wrote: NaN where the dtype has it, else a byte pattern; calibrated planes are calibrated."""
+    """Return a plane as if nothing was ever written: NaN if the dtype has it, else a byte pattern; planes that are
+    calibrated are filled.
+    """
     shape = plane.shape(pages, batch, spec.heads)
     if plane.constant:
         return scheme.empty(plane, spec, pages, batch)

@@ -19,18 +19,18 @@ from kvcompile.types import PAGE, Extent, SlotSpec, pages_for
 
 CPU = torch.device("cpu")
 PIECES = (1, 62, 1, 1, 64, 70, 1)
-"""Tokens of calls one behind the other, across pages and blocks."""
+"""Numbers of tokens of successive calls, across pages and blocks."""
 
 
 def poisoned(scheme: Scheme, spec: SlotSpec, batch: int, pages: int) -> list[torch.Tensor]:
-    """Return planes full of what nothing wrote."""
+    """Return the planes of a store in which nothing was written, filled by ``unwritten``: NaN, or a byte pattern."""
     return [unwritten(scheme, spec, plane, pages, batch) for plane in scheme.layout(spec).planes]
 
 
 def append(scheme: Scheme, x_BKSD: torch.Tensor, planes: list[torch.Tensor], pos: torch.Tensor) -> None:
-    """Write tokens by the path that a plan would choose."""
+    """Write tokens at positions ``pos`` into ``planes`` by the operation that a plan would choose for the scheme."""
     layout = scheme.layout(slot(x_BKSD.shape[1], x_BKSD.shape[3], x_BKSD.dtype))
-    written, early = planes[: layout.written], [plane for plane, spec in zip(planes, layout.planes, strict=True) if spec.early]
+    written, early = planes[: layout.written], [plane for plane, spec in zip(planes, layout.planes, strict=True) if spec.exact_first]
     used = None
     if scheme.window:
         newest, used = append_window_body(x_BKSD, written, pos, None, scheme.spec())
@@ -42,7 +42,7 @@ def append(scheme: Scheme, x_BKSD: torch.Tensor, planes: list[torch.Tensor], pos
 
 
 def of_row(plane: torch.Tensor, row: int) -> torch.Tensor:
-    """Return one batch row of a plane, or the plane that serves them all."""
+    """Return one batch row of a plane, or the whole plane if all batch rows share it."""
     return plane[:, row : row + 1] if plane.shape[1] > 1 else plane
 
 
@@ -132,7 +132,7 @@ def rows_are_written_at_their_own_positions(scheme: Scheme) -> None:
 
 
 def store_error(scheme: Scheme, store: Store, x: torch.Tensor) -> torch.Tensor:
-    """Bound the error of tokens [B, K, T, D] that a store returns: by channel, or of all channels of a token where it rotates them."""
+    """Return a bound on the error of tokens [B, K, T, D] that a store returns: per channel, or per token if it rotates channels."""
     stored = store.rotated(x)
     bound = bound_of(scheme, stored, store.spec.slot)
     return bound if scheme.rotation(store.spec.slot) is None else torch.linalg.vector_norm(bound, dim=-1, keepdim=True) + 1e-4

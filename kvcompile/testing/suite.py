@@ -48,9 +48,9 @@ def _outcome(law: Law, scheme: type[Scheme]) -> Outcome:
 
 
 def conformance(scheme: type[Scheme], *, compile: bool = True) -> tuple[Outcome, ...]:  # noqa: A002 - as users say it
-    """Try every law on a scheme's class and return how each went; raises NotConforming, an AssertionError, with all that are broken.
+    """Try every law on a scheme's class and return the outcome of each; raises NotConforming, an AssertionError, if any is broken.
 
-    ``compile``: the laws that run Inductor and a C++ compiler too. The class need not be registered. Compiled code of this process is
+    ``compile``: also try the laws that run Inductor and a C++ compiler. The class need not be registered. Compiled code of this process is
     dropped.
     """
     laws = [law for law in LAWS if compile or law not in COMPILED]

@@ -22,8 +22,9 @@ from kvcompile.passes.match.sites import LimitKind, Site
 from kvcompile.validation.coverage import Coverage
 from kvcompile.validation.cpu_program import plain, unguarded
 from kvcompile.validation.equivalence import SiteOutcome, Verdict, first_step, tried
+from kvcompile.validation.fingerprint import fingerprint
 from kvcompile.validation.sizes import MOST_ELEMENTS, captured_values, elements, hints, reductions
-from kvcompile.validation.subgraph import NotApart, Number, Outline, cut, fingerprint, outline, same, sites_by_shared_caches
+from kvcompile.validation.subgraph import NotApart, Number, Outline, cut, outline, same, sites_by_shared_caches
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ __all__ = ["SiteOutcome", "Verdict", "verdicts"]
 
 @contextlib.contextmanager
 def _undisturbed(captured: Captured) -> Iterator[None]:
-    """Run the body in plain eager mode on the CPU: no modes, gradients or casts, and no guards for the caller's graph."""
+    """Run the body of the context in plain eager mode on the CPU: no modes, gradients or casts, and no guards for the caller's graph."""
     with (
         no_modes(), torch.inference_mode(False), torch.no_grad(),
         torch.autocast("cpu", enabled=False), DisableTorchFunction(), unguarded(captured.fake_mode),
@@ -41,9 +42,10 @@ def _undisturbed(captured: Captured) -> Iterator[None]:
 
 
 def _tried(whole: Outline, number: Number, examples: Sequence[Any]) -> Verdict | None:
-    """Return the verdict on a program in float64, or in float32 if float64 leads to none; None if it is large.
+    """Return the verdict on a program, in float64, or in float32 if it does not run in float64; None, untried, if its largest value has
+    more than MOST_ELEMENTS elements.
 
-    Raises NotApart if it cannot be run by itself.
+    ``number`` maps every int of the program. Raises NotApart if the program cannot be run by itself.
     """
     for dtype in (torch.float64, torch.float32):
         try:
@@ -61,7 +63,7 @@ def _tried(whole: Outline, number: Number, examples: Sequence[Any]) -> Verdict |
 
 
 def _verdict(whole: Outline, examples: Sequence[Any]) -> Verdict:
-    """Return the verdict on a program with arguments that are made here, or else with those of the first step."""
+    """Return the verdict on a program from trials with generated arguments, or else with the arguments that the graph was compiled with."""
     # The caller chooses the slots in a block table: those of the first step are valid.
     pooled = any(slot.block_table is not None for site in whole.sites for slot in site.slots)
     once = _first_step(whole, examples) if pooled else None
@@ -71,8 +73,8 @@ def _verdict(whole: Outline, examples: Sequence[Any]) -> Verdict:
         verdict = _apart(whole, examples)
     except NotApart as reason:
         verdict = Verdict(SiteOutcome.UNKNOWN, str(reason))
-    if once is not None and verdict.outcome is SiteOutcome.EQUAL and (most := _constant_limit(whole)):
-        verdict = Verdict(SiteOutcome.UNKNOWN, f"a limit of {most} tokens was read in it, which smaller sizes do not reach")
+    if once is not None and verdict.outcome is SiteOutcome.EQUAL and (most := _constant_limit(whole)) > 1:
+        verdict = Verdict(SiteOutcome.UNKNOWN, f"it attends to a constant number of tokens ({most}), which trial calls do not reach")
     if verdict.outcome is not SiteOutcome.UNKNOWN or (once is None and (once := _first_step(whole, examples)) is None):
         return verdict
     if once.outcome is SiteOutcome.DIFFERENT:
@@ -82,13 +84,15 @@ def _verdict(whole: Outline, examples: Sequence[Any]) -> Verdict:
 
 
 def _constant_limit(whole: Outline) -> int:
-    """Return the largest constant position up to which an attention of the program sees; 0 if no upper limit is constant."""
+    """Return the largest constant upper limit on the number of tokens that an attention of the program reads; 0 if none is constant."""
     limits = (site.bounds.hi for site in whole.sites)
-    return max((limit.offset for limit in limits if limit.kind is LimitKind.CONST and limit.amount is None), default=0)
+    return max((limit.offset + 1 for limit in limits if limit.kind is LimitKind.CONST and limit.amount is None), default=0)
 
 
 def _moves(whole: Outline) -> bool:
-    """Return whether other calls may have other sizes than the first step, so that it proves too little."""
+    """Return whether a symbol of the program can take other values than in the first step: a verdict on that step then
+    proves too little.
+    """
     part = plain(cut(whole), torch.float32)
     covered = Coverage(part)
     covered.add(hints(part))
@@ -96,7 +100,7 @@ def _moves(whole: Outline) -> bool:
 
 
 def _first_step(whole: Outline, examples: Sequence[Any]) -> Verdict | None:
-    """Return the verdict on the first step of a program; None where it is large or does not run by itself."""
+    """Return the verdict on the first step of a program; None if the program is too large to try, or does not run by itself."""
     try:
         part = plain(cut(whole), torch.float32)
     except NotApart:
@@ -105,7 +109,7 @@ def _first_step(whole: Outline, examples: Sequence[Any]) -> Verdict | None:
 
 
 def _apart(whole: Outline, examples: Sequence[Any]) -> Verdict:
-    """Return the verdict on a program or, where it is large, on smaller versions of it: one that is equal is enough."""
+    """Return the verdict on a program or, if it is too large to try, on smaller versions of it: one version that is equal is enough."""
     part = cut(whole)
     verdict = Verdict(SiteOutcome.UNKNOWN, "its sizes are too large to try, and a smaller program could not be made of it")
     try:

@@ -1,42 +1,28 @@
-"""Arguments: random operands for a cut program, with positions and masks that a cache in use could have.
+"""Arguments: operands for a cut program, with positions and masks that a cache in use could have.
 
-Queries, new tokens and caches are random. Arguments that positions or masks are computed from must be possible ones: several readings of
-each (positions of the new tokens, a count of tokens, flags of padding) are tried until the program writes its tokens at the wanted
-positions, and its masks show every query some token and not all slots after the last one.
+The candidates of the arguments that positions or masks are computed from (``candidates``) are combined until the program writes its tokens
+at the wanted positions, and its masks show every query some token and not all slots after the last one.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-import networkx as nx
 import torch
-from torch import fx
 
-from kvcompile.passes.capture.capture import Input
-from kvcompile.passes.capture.position_graph import dataflow, extract
-from kvcompile.passes.graph.operators import COPIES
-from kvcompile.passes.graph.shapes import op_name, value_of
-from kvcompile.passes.graph.worlds import Values
+from kvcompile.passes.graph.shapes import value_of
 from kvcompile.passes.match.mask.masks import shown_by
-from kvcompile.passes.match.mask.reach import held
-from kvcompile.passes.match.sites import LimitKind, MaskKind, MaskTerm
-from kvcompile.types import NUMBERS
+from kvcompile.passes.match.sites import MaskTerm
+from kvcompile.validation.candidates import Candidates, TrialCall
 from kvcompile.validation.inverse import solve
-from kvcompile.validation.sizes import hints, past, read
-from kvcompile.validation.subgraph import NotApart, Subgraph
+from kvcompile.validation.sizes import read
+from kvcompile.validation.subgraph import NotApart
 
 COMBINATIONS = 400
 """The most combinations of readings that are tried."""
-QUERIES = 3.0
-"""The spread of random queries."""
-HOSTILE = 1e4
-"""The factor of queries in a hostile call: their scores go far beyond -1e4, with which some models mask."""
 MOVES = (-2e4, 0.0, 1e6)
 """Numbers to add to rows of an added mask in a hostile call, one to each; they do not change a softmax."""
 COUNTS = (1, 2, 3, -1)
@@ -45,127 +31,8 @@ AHEAD = 2
 """How many slots further a limit of visible positions goes in a call that shows slots not written yet."""
 
 
-def taken_from(node: fx.Node) -> fx.Node:
-    """Return the value that a number of the graph is taken out of or copied from."""
-    while op_name(node) in NUMBERS | COPIES and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node
-
-
-@dataclass(frozen=True)
-class TrialCall:
-    """One call: the program's sizes, the position of its first token, and the most tokens of a row that are padding.
-
-    ``blind``: the last row's padding reaches into the new tokens, whose queries then see nothing; otherwise every query sees a token.
-    ``infinite``: added masks hide by -inf rather than by the lowest finite number. ``ahead``: masks show some slots that are not written
-    yet. ``hostile``: numbers unlike random ones: large scores, masks of integers other than 0 and 1, any pattern of booleans, added masks
-    far from zero.
-    """
-
-    values: Values
-    start: int
-    padded: int = 0
-    blind: bool = False
-    infinite: bool = False
-    ahead: bool = False
-    hostile: bool = False
-
-    def padding(self, rows: int) -> torch.Tensor:
-        """Return how many tokens on the left of each row are hidden, int64 [rows]."""
-        if self.blind:
-            return torch.arange(1, rows + 1, device="cpu") * self.padded // rows
-        return torch.arange(rows, device="cpu") % ((self.padded if self.start > self.padded else 0) + 1)
-
-
-@dataclass
-class Arguments:
-    """A maker of arguments for the calls of one program; ``examples``: the captured graph's arguments, where they are known."""
-
-    part: Subgraph
-    examples: Sequence[Any]
-    random: torch.Generator
-    first_reading: dict[int, int] = field(default_factory=dict)
-    """For an argument's index, the reading of it that was right in an earlier call."""
-
-    def __post_init__(self) -> None:
-        sites, effects = self.part.sites, self.part.effects
-        captured = self.part.captured
-        written = [slot.write.position for site in sites for slot in site.slots if slot.kind.facts.written and slot.sliding is None]
-        # The slots in a block table are in no order.
-        self.pooled = any(slot.block_table is not None for site in sites for slot in site.slots)
-        written = [] if self.pooled else written
-        self.indices = tuple(dict.fromkeys(where.index for where in written if where.index is not None))
-        self.offsets = tuple(dict.fromkeys(where.offset for where in written if where.index is None and where.past is None))
-        terms = [term for site in sites for term in site.bounds.carried]
-        terms += [MaskTerm(site.bounds.keep[0], MaskKind.BOOL, site.bounds.keep[1]) for site in sites if site.bounds.keep is not None]
-        self.terms = tuple(dict.fromkeys(term for term in terms if "T" in term.roles))
-        limits = [limit.node for site in sites for limit in (site.bounds.hi, site.bounds.lo) if limit and limit.node is not None]
-        flow = dataflow(captured, effects)
-        masks = {term.node for site in sites for term in (*site.attention.masks, *site.bounds.carried)} | {term.node for term in self.terms}
-        reading = {node for node in (*self.indices, *limits, *masks) if node in flow}
-        self.behind = reading.union(*(nx.ancestors(flow, node) for node in reading)) if reading else set()
-        placed = [node for node in (*self.indices, *limits) if node in flow]
-        self.places = set(placed).union(*(nx.ancestors(flow, node) for node in placed)) if placed else set()
-        self.places |= {entry.node for entry in captured.inputs if self.counts_on(entry)}
-        writing = {node for node in self.indices if node in flow}
-        writing = writing.union(*(nx.ancestors(flow, node) for node in writing)) if writing else set()
-        inputs = {entry.node for entry in captured.inputs if isinstance(value_of(entry.node), torch.Tensor)}
-        # Arguments from which limits of visible positions are computed, and no positions of writes.
-        self.limiting = (self.places & inputs) - writing
-        # Masks that depend on arguments other than positions, which decide the tokens that they hide.
-        self.free = {term for term in self.terms if (nx.ancestors(flow, term.node) | {term.node}) & inputs - self.places}
-        # Index tensors of gathers, each with the size of the dim that it indexes.
-        gathers = [slot.block_table.places.picked for site in sites for slot in site.slots if slot.block_table is not None]
-        self.tables = {held(picked.node): picked.size for found in gathers for picked in found}
-        self.caches = {slot.placeholder for site in sites for slot in site.slots if slot.placeholder is not None}
-        nodes = (*self.indices, *(term.node for term in self.terms))
-        # With no upper limit, only mask arguments can hide slots that are not written yet.
-        self.open = any(site.bounds.hi.kind is LimitKind.ALL for site in sites)
-        self.checks = extract(captured, nodes, effects) if nodes else None
-        beside = {site.attention.beside.q for site in sites if site.attention.beside is not None}
-        self.queries = {site.attention.q for site in sites} | beside
-        self.factors = {
-            taken_from(factor.node): (value_of(site.attention.q).shape[-1]) ** (0.5 if factor.divides else -0.5)
-            for site in sites for factor in site.attention.factors
-        }
-
-    def counts_on(self, entry: Input) -> bool:
-        """Return whether an integer argument held, in the compiled call, the positions that follow a growing cache's tokens."""
-        grown = [slot for site in self.part.sites for slot in site.slots if slot.kind.facts.extended]
-        fake = self.part.captured.fakes[entry.index]
-        if not grown or not isinstance(fake, torch.Tensor) or fake.dtype not in {torch.int32, torch.int64}:
-            return False
-        known = hints(self.part)
-        value = self.example(entry.index, tuple(read(size, known) for size in fake.shape))
-        start, count = read(past(grown[0]), known), read(grown[0].write.count, known)
-        if value is None or (value.numel() != 1 and value.shape[-1] != count):
-            return False
-        rows = value.reshape(-1, value.shape[-1] if value.dim() else 1).to(torch.int64)
-        return torch.equal(rows, (torch.arange(rows.shape[1], device="cpu") + start).expand(rows.shape))
-
-    # --- sizes of a call --------------------------------------------------------------------------
-
-    def tokens(self, moment: TrialCall) -> int:
-        """Return the number of new tokens of a call."""
-        counts = [slot.write.count for site in self.part.sites for slot in site.slots if slot.kind.facts.written]
-        return read(counts[0] if counts else self.part.sites[0].tokens, moment.values)
-
-    def keys(self, moment: TrialCall) -> int:
-        """Return the number of tokens that attention reads in a call."""
-        attention = self.part.sites[0].attention
-        return read(value_of(attention.k).shape[attention.k_roles.index("T")], moment.values)
-
-    def shape(self, fake: torch.Tensor, moment: TrialCall) -> tuple[int, ...]:
-        """Return the shape of an argument in a call."""
-        return tuple(read(size, moment.values) for size in fake.shape)
-
-    def normal(self, shape: Sequence[int], dtype: torch.dtype, spread: float = 1.0) -> torch.Tensor:
-        """Return normal random numbers of this spread; zeros and ones for integers and booleans."""
-        if dtype.is_floating_point:
-            return (torch.randn(tuple(shape), generator=self.random, device="cpu") * spread).to(dtype)
-        return torch.randint(0, 2, tuple(shape), generator=self.random, device="cpu").to(dtype)
-
-    # --- one call ---------------------------------------------------------------------------------
+class Arguments(Candidates):
+    """A maker of the arguments of a program's calls: the first combination of candidates that makes a possible call."""
 
     def make(self, moment: TrialCall, kept: dict[int, torch.Tensor]) -> list[Any]:
         """Return the arguments of a call; ``kept``: caches and counters, by index, that stay from call to call.
@@ -222,9 +89,9 @@ class Arguments:
         return False
 
     def solved(self, made: list[Any], order: list[int], moment: TrialCall) -> bool:
-        """Return whether an argument that positions are computed from could be solved for.
+        """Return whether one of the arguments from which positions are computed could be solved for the call's positions.
 
-        ``made`` then holds it, and all other arguments as they were.
+        If so, ``made`` holds that argument's value, and all other arguments unchanged.
         """
         count = self.tokens(moment)
         wanted = torch.arange(moment.start, moment.start + count, device="cpu")
@@ -246,9 +113,10 @@ class Arguments:
         return False
 
     def hostile(self, made: list[Any], masks: Sequence[int], moment: TrialCall) -> list[Any]:
-        """Return the arguments with unusual values in ``masks`` (indices of arguments), as far as the call stays possible.
+        """Return the arguments with each mask among ``masks`` (indices) replaced by one of unusual values, if the call stays possible with
+        it.
 
-        The new tokens of a row stay as visible as they were, so no query loses all tokens that it sees.
+        The new tokens of a row stay as visible as before, so no query loses all tokens that it sees.
         """
         strict = self.possible(made, moment, True)
         for index in masks:
@@ -261,7 +129,9 @@ class Arguments:
         return made
 
     def changed(self, mask: torch.Tensor, moment: TrialCall) -> torch.Tensor:
-        """Return a mask argument [..., T] with unusual values that are as possible as its own."""
+        """Return a mask argument [..., T] like ``mask`` but with unusual values: more past tokens hidden, other integers, other numbers
+        added.
+        """
         old = torch.arange(mask.shape[-1], device="cpu") < moment.start
         if mask.dtype is torch.bool:
             return mask & ~(old & (torch.rand(mask.shape, generator=self.random, device="cpu") < 0.5))
@@ -269,124 +139,6 @@ class Arguments:
             return torch.where(old & (mask != 0), self.among(COUNTS, mask.shape).to(mask.dtype), mask)
         moved = mask + self.among(MOVES, (*mask.shape[:-1], 1)).to(mask.dtype)
         return torch.where(mask > torch.finfo(mask.dtype).min, moved, mask)
-
-    def among(self, values: Sequence[float], shape: Sequence[int]) -> torch.Tensor:
-        """Return a tensor of ``shape`` whose elements are random ones of ``values``."""
-        return torch.tensor(values, device="cpu")[torch.randint(0, len(values), tuple(shape), generator=self.random, device="cpu")]
-
-    def plain(self, fake: torch.Tensor, index: int, moment: TrialCall) -> torch.Tensor:
-        """Return an argument that neither positions nor masks are computed from."""
-        shape = self.shape(fake, moment)
-        node = self.part.captured.inputs[index].node
-        if node in self.tables:
-            return self.table(fake.dtype, index, shape, read(self.tables[node], moment.values))
-        if not fake.dtype.is_floating_point and (example := self.example(index, shape)) is not None:
-            return example
-        if node in self.factors:
-            return self.factor(shape, fake.dtype, self.factors[node])
-        if index in self.part.given:
-            spread = (QUERIES * HOSTILE if moment.hostile else QUERIES) if node in self.queries else 1.0
-            return self.normal(shape, fake.dtype, spread)
-        # A weight, scaled so that sums over its last dim are of order one.
-        return self.normal(shape, fake.dtype, max(shape[-1], 1) ** -0.5 if len(shape) > 1 else 1.0)
-
-    def factor(self, shape: tuple[int, ...], dtype: torch.dtype, usual: float) -> torch.Tensor:
-        """Return a random factor of the scores, of either sign, about as large as the ``usual`` one and another one in each call.
-
-        With a larger one a softmax shows one token alone, and hides errors in all others.
-        """
-        drawn = torch.rand(shape, generator=self.random, device="cpu") + 0.5
-        sign = 1.0 if float(torch.rand((), generator=self.random, device="cpu")) < 0.5 else -1.0
-        return (drawn * sign * usual).to(dtype)
-
-    def example(self, index: int, shape: tuple[int, ...]) -> torch.Tensor | None:
-        """Return the value that an argument was compiled with; None where it is not known, or has another shape in this call."""
-        if index not in self.part.sources:
-            return None
-        value = self.examples[self.part.sources[index]] if self.part.sources[index] < len(self.examples) else None
-        plain = type(value) in {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
-        if not plain or not isinstance(value, torch.Tensor) or tuple(value.shape) != shape:
-            return None
-        return value.detach().to("cpu", copy=True)
-
-    def table(self, dtype: torch.dtype, index: int, shape: tuple[int, ...], count: int) -> torch.Tensor:
-        """Return the table that a program was compiled with, or a random one of ``count`` slots where it does not fit these."""
-        example = self.example(index, shape)
-        if example is not None and bool(((example >= -count) & (example < count)).all()):
-            return example
-        places = torch.randperm(count, generator=self.random, device="cpu")
-        return places[torch.arange(math.prod(shape), device="cpu") % count].view(shape).to(dtype)
-
-    def readings(self, fake: torch.Tensor, index: int, moment: TrialCall) -> list[torch.Tensor]:
-        """Return the values that an argument for positions or masks may have in a call, the likeliest first."""
-        shape, count, keys = self.shape(fake, moment), self.tokens(moment), self.keys(moment)
-        start, dtype = moment.start, fake.dtype
-        if not shape:
-            return [torch.full((), number, dtype=dtype, device="cpu") for number in (start, start + count, start + count - 1)]
-        found: list[torch.Tensor] = []
-        wide = shape[-1] == keys and (keys != count or len(shape) > 1 or start == 0) and keys > 1
-        if dtype is torch.bool or (dtype.is_floating_point and wide):
-            if wide:
-                shown = self.shown(shape, moment)
-                if dtype is torch.bool:
-                    unpadded = self.unpadded(shape, moment)
-                    found += [unpadded, shown, ~unpadded, ~shown]
-                else:
-                    lowest = torch.finfo(dtype).min
-                    # Visible tokens get a random bias, since an argument may be a mask and a bias at once.
-                    bias = self.normal(shape, dtype)
-                    found += [] if self.open or moment.blind else [bias]
-                    found += [torch.where(shown, bias, low) for low in ((lowest, -math.inf) if not moment.infinite else (-math.inf,))]
-            example = self.example(index, shape)
-            return [*found, *([example] if example is not None else []), self.normal(shape, dtype)]
-        if dtype.is_floating_point:
-            where = [(torch.arange(count, device="cpu") + start).expand(shape).to(dtype)] if shape[-1] == count else []
-            return [self.normal(shape, dtype), *where]
-        if self.pooled and len(shape) == 2 and shape[-1] != count:
-            found.append(torch.randperm(shape[0] * shape[1], generator=self.random, device="cpu").view(shape))
-        if self.part.captured.inputs[index].node not in self.places:
-            # 1 for a token that counts.
-            found += [self.unpadded(shape, moment), self.shown(shape, moment)]
-        if shape[-1] == count:
-            found.append((torch.arange(count, device="cpu") + start).expand(shape))
-        if shape[0] == count and len(shape) > 1:
-            found.append((torch.arange(count, device="cpu") + start).view(-1, *[1] * (len(shape) - 1)).expand(shape))
-        if wide:
-            found.append(self.shown(shape, moment).to(dtype))
-        if max(shape) == 1 or (len(shape) <= 2 and shape[-1] != keys):
-            found += [torch.full(shape, number, device="cpu") for number in (start, start + count, start + count - 1)]
-        if shape[-1] == keys:
-            found.append(torch.arange(keys, device="cpu").expand(shape))
-        if shape[-1] > count and self.part.captured.inputs[index].node in self.places:
-            # A counter with a number for every token, of which a call takes the first ones.
-            found.append((torch.arange(shape[-1], device="cpu") + start).expand(shape))
-        if (example := self.example(index, shape)) is not None:
-            found.insert(0 if index not in self.first_reading and not found else len(found), example)
-        found.append(torch.zeros(shape, device="cpu"))
-        return [value.to(dtype).clone() for value in found]
-
-    def shown(self, shape: tuple[int, ...], moment: TrialCall) -> torch.Tensor:
-        """Return a mask, bool of ``shape`` [..., T], that hides padding on the left and slots not written yet.
-
-        It is causal where there is a dim of queries.
-        """
-        count, keys, start = self.tokens(moment), shape[-1], moment.start
-        t = torch.arange(keys, device="cpu")
-        seen = (t < start + count).expand(shape).clone()
-        if len(shape) >= 2 and shape[-2] == count and (len(shape) > 2 or count > 1):
-            seen &= t <= start + torch.arange(count, device="cpu")[:, None]
-        if len(shape) >= 2 and (shape[0] > 1 or moment.blind):
-            seen &= t >= moment.padding(shape[0]).view(-1, *[1] * (len(shape) - 1))
-        if moment.ahead:
-            seen |= (t >= start + count) & (torch.rand(shape, generator=self.random, device="cpu") < 0.5)
-        return seen
-
-    def unpadded(self, shape: tuple[int, ...], moment: TrialCall) -> torch.Tensor:
-        """Return a mask, bool of ``shape`` [..., T], that hides padding on the left alone: positions then hide unwritten slots."""
-        seen = torch.ones(shape, dtype=torch.bool, device="cpu")
-        if len(shape) >= 2 and (shape[0] > 1 or moment.blind):
-            seen &= torch.arange(shape[-1], device="cpu") >= moment.padding(shape[0]).view(-1, *[1] * (len(shape) - 1))
-        return seen
 
     def possible(self, made: list[Any], moment: TrialCall, strict: bool) -> bool:
         """Return whether the program writes its tokens in order from the wanted position and, ``strict``, its masks pass ``hides``."""
@@ -409,7 +161,7 @@ class Arguments:
         )
 
     def evaluated(self, made: list[Any]) -> Sequence[torch.Tensor] | None:
-        """Return the positions and masks that the program computes from its arguments; None where it has none, or fails."""
+        """Return the positions and masks that the program computes from its arguments ``made``; None if it computes none, or fails."""
         if self.checks is None:
             return None
         module, taken, _ = self.checks
@@ -424,7 +176,7 @@ class Arguments:
 
     @staticmethod
     def in_order(value: torch.Tensor, wanted: torch.Tensor) -> bool:
-        """Return whether positions are the wanted ones in every row."""
+        """Return whether ``value`` holds the ``wanted`` positions in every row."""
         flat = value.reshape(-1).to(torch.int64)
         if flat.numel() == 0 or flat.numel() % wanted.numel():
             return False
@@ -433,7 +185,9 @@ class Arguments:
         return torch.equal(flat.view(wanted.numel(), -1), wanted[:, None].expand(-1, flat.numel() // wanted.numel()))
 
     def hides(self, term: MaskTerm, value: torch.Tensor, moment: TrialCall) -> bool:
-        """Return whether a mask shows every query some token, and hides a slot after the last token where no limit does."""
+        """Return whether a mask shows every query some token and, unless a limit by position does, hides a slot after the last written
+        token.
+        """
         seen = shown_by(term, value).movedim(term.roles.index("T"), -1)
         last = moment.start + self.tokens(moment)
         # If only some slots not written yet are visible, positions decide which: the program itself shows them.

@@ -32,13 +32,13 @@ class Coverage:
             taken.add(values[symbol])
 
     def refuse(self, base: Values, values: Values) -> None:
-        """Record the sizes of a call that the runtime refused, where a single symbol differs from ``base``; skip others."""
+        """Record the sizes of a call that the runtime refused, if exactly one symbol differs from ``base``; otherwise record nothing."""
         changed = [symbol for symbol, value in values.items() if value != base[symbol]]
         if len(changed) == 1 and changed[0] in self.refused:
             self.refused[changed[0]].add(values[changed[0]])
 
     def wanted(self) -> set[Any]:
-        """Return the symbols that took fewer than two values, or none where the runtime refused enough others."""
+        """Return the symbols that took fewer than two values, except those of which the runtime refused enough other values."""
         return {symbol for symbol, taken in self.seen.items() if len(taken) < (1 if len(self.refused[symbol]) >= REFUSED else 2)}
 
     def missing(self) -> str:

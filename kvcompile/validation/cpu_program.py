@@ -1,9 +1,9 @@
 """CPU programs: a cut program on the CPU in float64 or float32, with fake values to match.
 
 A rewrite is compared in a wide dtype, where differences come from its meaning and not from rounding. The dtypes of queries, new tokens,
-caches and results become the wide one, and so do all finer ones. A cast to a coarser dtype (float8, an int, bfloat16 in a float32 model),
-or to one of smaller range (float16 in a bfloat16 model), is part of the meaning and stays. The lowest number of a dtype, with which models
-mask, becomes that of the wide dtype.
+caches and results become the wide one, and so does every dtype with finer steps. A cast to a dtype of coarser steps (float8, an int,
+bfloat16 in a float32 model), or of smaller range (float16 in a bfloat16 model), is part of the meaning and stays. The lowest number of a
+dtype, with which models mask, becomes that of the wide dtype.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ EMPTY = {
 
 
 def _lifted(part: Subgraph) -> set[torch.dtype]:
-    """Return the dtypes that become the wide one.
-
-    They are those of queries, new tokens, caches and results, and every dtype that is no coarser and has at least the range.
+    """Return the dtypes that become the wide one: those of queries, new tokens, caches and results, and every dtype of finer steps and
+    wider range.
     """
     nodes = {node for site in part.sites for node in (site.attention.q, site.attention.output)}
     nodes |= {node for site in part.sites for slot in site.slots for node in (slot.root, slot.write.values)}
@@ -47,7 +46,9 @@ def _lifted(part: Subgraph) -> set[torch.dtype]:
 
 
 def _wide(held: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a constant in another dtype; the largest numbers of its own dtype become those of the other."""
+    """Return a constant cast to ``dtype``, with the largest and lowest number of its old dtype replaced by the largest and lowest of
+    ``dtype``.
+    """
     if held.dtype == dtype or not held.dtype.is_floating_point:
         return held.to(dtype)
     ends = held.abs() == torch.finfo(held.dtype).max
@@ -62,7 +63,7 @@ def unguarded(mode: Any) -> Iterator[None]:
 
 
 def _narrowed(held: torch.Tensor, number: Number) -> torch.Tensor:
-    """Return a constant cut to the first entries of every dim that ``number`` makes smaller."""
+    """Return a constant with every dim cut to its size under ``number``, which maps sizes to smaller ones."""
     for dim, size in enumerate(held.shape):
         held = held.narrow(dim, 0, number(size))
     return held
@@ -71,8 +72,8 @@ def _narrowed(held: torch.Tensor, number: Number) -> torch.Tensor:
 class _Propagate(fx.Interpreter):
     """An interpreter that runs a program over fake tensors in a wide dtype, and stores the value of each node in its ``meta``.
 
-    ``narrow``: the nodes that chose a lifted dtype themselves, with their value. For other nodes, the wide dtype's largest number replaces
-    their own dtype's among the arguments.
+    ``narrow``: (node, value) for nodes whose result still has a dtype that should have become the wide one. In the arguments of other
+    nodes, the largest number of their dtype is replaced by that of the wide dtype.
     """
 
     def __init__(self, module: fx.GraphModule, lifted: set[torch.dtype], dtype: torch.dtype) -> None:
@@ -109,7 +110,9 @@ def _end(node: fx.Node) -> float | None:
 
 
 def _widen(graph: fx.Graph, node: fx.Node, value: torch.Tensor, dtype: torch.dtype) -> None:
-    """Turn a node that chooses torch's default dtype into a cast to ``dtype`` of a new node that does its work; its users stay."""
+    """Cast the result of a node that computes in torch's default dtype to ``dtype``: a new node computes it, the old
+    one becomes the cast.
+    """
     with graph.inserting_before(node):
         made = graph.call_function(node.target, node.args, dict(node.kwargs))  # type: ignore[arg-type]
     made.meta["val"] = value
@@ -117,9 +120,9 @@ def _widen(graph: fx.Graph, node: fx.Node, value: torch.Tensor, dtype: torch.dty
 
 
 def plain(part: Subgraph, dtype: torch.dtype, number: Number = same) -> Subgraph:
-    """Return the program on the CPU in ``dtype``, with every int of it mapped by ``number``; changes the nodes in place.
+    """Return the program on the CPU in ``dtype``, with every int mapped by ``number``; changes the program's nodes in place.
 
-    Raises NotApart where the program does not run so.
+    Raises NotApart if the program does not run in this form.
     """
     lifted = _lifted(part)
 

@@ -29,7 +29,8 @@ from kvcompile.runtime.call.bound import BoundGraph
 from kvcompile.runtime.handle import tensor as handles
 from kvcompile.runtime.store.growth import Growth
 from kvcompile.runtime.store.live_caches import LiveCaches
-from kvcompile.validation.arguments import Arguments, TrialCall
+from kvcompile.validation.arguments import Arguments
+from kvcompile.validation.candidates import TrialCall
 from kvcompile.validation.coverage import Coverage
 from kvcompile.validation.sessions import Sessions, countings
 from kvcompile.validation.sizes import MOST_ELEMENTS, captured_values, elements, hints, read
@@ -82,7 +83,7 @@ class _Session:
         ]
 
     def fill(self, moment: TrialCall, unwritten: float) -> None:
-        """Fill the caches as before a call: random tokens before its start, ``unwritten`` times random ones after."""
+        """Fill both caches before a call: random tokens before the call's first position, ``unwritten`` times random tokens after it."""
         slots = {slot.placeholder: slot for site in self.part.sites for slot in site.slots if slot.placeholder is not None}
         for entry in self.part.captured.inputs:
             if entry.node not in slots:
@@ -96,7 +97,10 @@ class _Session:
             self.theirs[entry.index], self.ours[entry.index] = held, held.clone()
 
     def call(self, moment: TrialCall) -> str:
-        """Run one call of both; return how they differ, '' where they do not. Raises NotApart where the program itself does not run."""
+        """Run one call of the program and of its twin; return how the results differ, as text, '' if they are equal.
+
+        Raises NotApart if the program itself does not run.
+        """
         args = self.arguments.make(moment, {**self.theirs})
         for index in self.kept:
             if index not in self.theirs:
@@ -112,14 +116,18 @@ class _Session:
         return self._caches(moment, expected, found)
 
     def _expected(self, args: list[Any]) -> Any:
-        """Return the results of the program itself; raises NotApart where it does not run."""
+        """Return the results of the program that is not rewritten; raises NotApart if it does not run."""
         try:
             return self.part.captured.module(*args)
         except Exception as error:
-            raise NotApart(f"it does not run by itself ({type(error).__name__}: {next(iter(str(error).splitlines()), '')})") from error
+            first = next(iter(str(error).splitlines()), "")
+            raise NotApart(f"it does not run when cut out of its graph ({type(error).__name__}: {first})") from error
 
     def differs_on_padding(self, moment: TrialCall) -> bool:
-        """Run one call with padding among its tokens; return whether results of padding differ. Raises NotApart where others do too."""
+        """Run one call with padding among its tokens; return whether results of padding differ between program and twin.
+
+        Raises NotApart if other results differ too.
+        """
         args = self.arguments.make(moment, {**self.theirs})
         # The program increments counters among its arguments, so the twin gets copies.
         mine = [self.ours.get(index, item.clone() if isinstance(item, torch.Tensor) else item) for index, item in enumerate(args)]
@@ -134,7 +142,9 @@ class _Session:
         return True
 
     def _caches(self, moment: TrialCall, expected: Sequence[Any], found: Sequence[Any]) -> str:
-        """Return how the caches differ after a call, as far as they are written, '' where they do not; hand them to the next call."""
+        """Return how the written part of the caches of program and twin differ after a call, as text, '' if equal; keep them for the next
+        call.
+        """
         last = moment.start + self.arguments.tokens(moment)
         for site in self.part.sites:
             for slot in site.slots:
@@ -166,7 +176,7 @@ def compared(expected: Any, found: Any, more: float = 0.0) -> str:
     expected, found = expected.double(), found.double()
     odd = ~expected.isfinite()
     if not torch.equal(odd, ~found.isfinite()):
-        return "is NaN or infinite in other places"
+        return "is NaN or infinite in other elements"
     error = (expected - found).masked_fill(odd, 0).abs().max() if expected.numel() else torch.zeros((), device="cpu")
     scale = expected.masked_fill(odd, 0).abs().max().clamp(min=1e-3) if expected.numel() else torch.ones((), device="cpu")
     return f"differs by {float(error / scale):.1e} of its largest value" if float(error) > allowance * float(scale) else ""
@@ -213,7 +223,7 @@ def tried(part: Subgraph, examples: Sequence[Any]) -> Verdict:
 
 
 def _tried(twin: _Twin, arguments: Arguments, values: Values, covered: Coverage) -> Verdict:
-    """Return the verdict at some sizes, guessing which ints count tokens until calls can be compared. Raises NotApart."""
+    """Return the verdict at some sizes, trying guesses at which ints count tokens until one lets calls be compared. Raises NotApart."""
     verdict = None
     for counters in countings(twin.part, arguments):
         found = _counting(twin, Sessions(twin.part, arguments, counters), values, covered)
@@ -225,7 +235,10 @@ def _tried(twin: _Twin, arguments: Arguments, values: Values, covered: Coverage)
 
 
 def _counting(twin: _Twin, ways: Sessions, values: Values, covered: Coverage) -> Verdict:
-    """Return the verdict at some sizes, and at others until every symbol took two values. Raises NotApart."""
+    """Return the verdict from sessions of the program and of its rewritten twin, at the sizes ``values`` and then at other sizes.
+
+    Other sizes are tried until each symbol took two values. UNKNOWN if no call that proves something could be made.
+    """
     arguments, sessions = ways.arguments, list(ways.all(values))
     # A query that sees one token gives its value, whatever the scores are: such a call proves little.
     done, telling, unknown = False, False, ""
@@ -236,8 +249,8 @@ def _counting(twin: _Twin, ways: Sessions, values: Values, covered: Coverage) ->
             for number, moment in enumerate(moments):
                 if difference := session.call(moment):
                     if arguments.pooled:
-                        raise NotApart(f"over a table that is not the model's own {difference}")
-                    state = f"{moment.start} tokens before it" + (", unwritten places not zero" if unwritten else "")
+                        raise NotApart(f"with a block table other than the model's {difference}")
+                    state = f"{moment.start} tokens before it" + (", unwritten slots not zero" if unwritten else "")
                     state += ", large scores and unusual masks" if moment.hostile else ""
                     return Verdict(SiteOutcome.DIFFERENT, f"{difference} (call {number + 1}, {state}, seed {SEED})")
                 covered.add(moment.values)
@@ -247,9 +260,9 @@ def _counting(twin: _Twin, ways: Sessions, values: Values, covered: Coverage) ->
         except KvcompileError as error:
             # A call that the runtime refuses raises, and gives no wrong result.
             covered.refuse(values, moments[0].values)
-            unknown = unknown if moments[0].ahead or moments[0].hostile else f"its twin was refused: {error}"
+            unknown = unknown if moments[0].ahead or moments[0].hostile else f"the rewritten attention was refused: {error}"
         except Exception as error:
-            log.debug("a rewritten twin fails", exc_info=True)
+            log.debug("the rewritten attention fails", exc_info=True)
             first = next(iter(str(error).splitlines()), "")
             return Verdict(SiteOutcome.DIFFERENT, f"it fails with {type(error).__name__}: {first} (seed {SEED})")
     # A program for prompts of one token has no other call.
@@ -261,7 +274,7 @@ def _counting(twin: _Twin, ways: Sessions, values: Values, covered: Coverage) ->
 
 
 class _OfTheFirstStep(Arguments):
-    """The arguments that a graph was compiled with, on the CPU, but with random queries, new tokens and caches."""
+    """Makes the arguments that a graph was compiled with, on the CPU, but with random queries, new tokens and caches."""
 
     def make(self, moment: TrialCall, kept: dict[int, torch.Tensor]) -> list[Any]:
         """Return the arguments of the first step; raises NotApart where one is not known."""
@@ -292,7 +305,7 @@ def first_step(part: Subgraph, examples: Sequence[Any]) -> Verdict:
     except (NotApart, KvcompileError) as reason:
         return Verdict(SiteOutcome.UNKNOWN, str(reason))
     except Exception as error:
-        log.debug("a rewritten twin fails", exc_info=True)
+        log.debug("the rewritten attention fails", exc_info=True)
         return Verdict(SiteOutcome.DIFFERENT, f"it fails with {type(error).__name__}: {error} (the first step, seed {SEED})")
     if difference:
         return Verdict(SiteOutcome.DIFFERENT, f"{difference} (the first step, seed {SEED})")

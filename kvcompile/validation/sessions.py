@@ -1,7 +1,7 @@
 """Sessions: the calls of a program that are tried, one after another over one cache, with the sizes of each.
 
-An int argument that is no tensor's size may count tokens, and then grows from call to call, or be a length of its own, such as a window's,
-and then stays. Which ints count is guessed, the likeliest guess first.
+An int argument that is the size of no tensor may count tokens, and then grows from call to call; or it is a fixed length, such as a
+window's. Which ints count is guessed, the likeliest guess first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch
 
 from kvcompile.passes.graph.shapes import value_of
 from kvcompile.passes.graph.worlds import Values
-from kvcompile.validation.arguments import Arguments, TrialCall
+from kvcompile.validation.arguments import Arguments
+from kvcompile.validation.candidates import TrialCall
 from kvcompile.validation.coverage import Coverage
 from kvcompile.validation.sizes import allowed, hints, loose, others, past, pasts, read
 from kvcompile.validation.subgraph import Subgraph
@@ -45,14 +46,17 @@ def countings(part: Subgraph, arguments: Arguments) -> list[frozenset[Any]]:
 
 @dataclass(frozen=True)
 class Sessions:
-    """The sessions that trials run: up to three successive calls each over one cache; ``counters``: symbols that count its tokens."""
+    """Generates the sessions that trials run, each of up to three successive calls over one cache.
+
+    ``counters``: the program's symbols that are taken to count the tokens of the cache.
+    """
 
     part: Subgraph
     arguments: Arguments
     counters: frozenset[Any]
 
     def all(self, sizes: Values) -> Iterator[Tried]:
-        """Yield the sessions that are tried at some sizes."""
+        """Yield the sessions to try at ``sizes``, each with the scale of random numbers in unwritten slots (0: zeros)."""
         # In float32 such large scores are too inexact to compare.
         hostile = all(value_of(node).dtype is torch.float64 for node in self.arguments.queries)
         slidings = bool(self.counters) and self._sliding()
@@ -108,7 +112,9 @@ class Sessions:
         return sorted({start for start in (0, min(6, room // 3), *middle, room - count, *counted) if 0 <= start <= room - count}), room
 
     def _session(self, values: Values, start: int, count: int, calls: int, room: int | None) -> list[TrialCall]:
-        """Return up to ``calls`` successive calls of ``count`` tokens, as far as the cache's room and the guards let them."""
+        """Return up to ``calls`` successive calls of ``count`` tokens from position ``start`` on; fewer if the cache's room or the guards
+        end them.
+        """
         session: list[TrialCall] = []
         for at in range(start, start + count * calls, count):
             now = self._at(values, at, at - start)

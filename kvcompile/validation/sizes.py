@@ -1,4 +1,4 @@
-"""Sizes: small values for the symbols of a cut program, as its guards admit; and smaller numbers in place of its large ones.
+"""Sizes: small values for the symbols of a cut program that its guards admit, and smaller numbers in place of its large constants.
 
 A program over a cache of 131,072 tokens is the same program over one of 23, if every 131,072 in it (and 131,071) is replaced alike. Which
 numbers to replace is found by trying: a replacement with which the program does not run is dropped.
@@ -52,12 +52,14 @@ def symbols(part: Subgraph) -> list[Any]:
 
 
 def read(size: Any, values: Values) -> int:
-    """Return a size, int or symbolic, as the number that it is for these values."""
+    """Return an int or symbolic size as an int, with ``values`` for the symbols."""
     return size if isinstance(size, int) else int(size.node.expr.xreplace(values))
 
 
 def allowed(part: Subgraph, values: Values) -> bool:
-    """Return whether the captured graph's guards admit these values; guards that name other symbols do not count."""
+    """Return whether the captured graph's guards admit ``values`` for the program's symbols; guards that name other
+    symbols do not count.
+    """
     return part.guards.admit(values)
 
 
@@ -86,7 +88,7 @@ def captured_values(part: Subgraph) -> Values:
 
 
 def _alike(known: Values, symbols: list[Any]) -> list[list[Any]]:
-    """Return the symbols in groups of equal values in the capture."""
+    """Return the symbols in groups whose members had equal values in the capture."""
     return [[symbol for symbol in symbols if known[symbol] == value] for value in dict.fromkeys(known[symbol] for symbol in symbols)]
 
 
@@ -106,7 +108,7 @@ def _chosen(part: Subgraph, known: Values, groups: list[list[Any]]) -> Values | 
 
 
 def loose(part: Subgraph) -> set[Any]:
-    """Return the symbols that are int arguments and no tensor's size: positions that Python counts."""
+    """Return the symbols that are int arguments and no tensor's size, such as positions that the model counts in Python."""
     ints = {symbol for fake in part.captured.fakes if isinstance(fake, torch.SymInt) for symbol in fake.node.expr.free_symbols}
     values: tuple[Any, ...] = (*(value_of(node) for node in part.captured.graph.nodes), *part.captured.fakes)
     shapes: list[Any] = [value.shape for value in values if isinstance(value, torch.Tensor)]
@@ -120,7 +122,7 @@ def past(slot: Slot) -> Any:
 
 
 def pasts(part: Subgraph, values: Values) -> Iterator[Values]:
-    """Yield the values, and then the same with other lengths of the past, where caches grow by concatenation."""
+    """Yield ``values``, and then the same values with other lengths of the past for caches that grow by concatenation."""
     yield values
     grown = {
         symbol for site in part.sites for slot in site.slots if slot.kind.facts.extended
@@ -138,8 +140,8 @@ def pasts(part: Subgraph, values: Values) -> Iterator[Values]:
 def others(part: Subgraph, values: Values, wanted: Callable[[], set[Any]]) -> Iterator[Values]:
     """Yield values that the guards admit, with other values for the symbols that ``wanted()`` returns, small ones first.
 
-    All of these symbols move at once, then each by itself and with the symbols that may be tied to it: sizes may depend on one another in
-    ways that no guard shows. ``wanted`` is called again each time.
+    First all of these symbols change together, then each alone, then with the symbols that may be tied to it: sizes may depend on one
+    another in ways that no guard shows. ``wanted`` is called again each time.
     """
     if not wanted():
         return
@@ -164,7 +166,7 @@ def _small(part: Subgraph, values: Values, base: Values) -> bool:
 
 
 def named(part: Subgraph, symbol: Any) -> str:
-    """Return a symbol's name: the argument that it is, or the size that it is of one (``x.shape[0]``)."""
+    """Return a symbol's name in messages: the argument that it is, or the argument's size that it is (``x.shape[0]``)."""
     for entry, fake in zip(part.captured.inputs, part.captured.fakes, strict=True):
         if isinstance(fake, torch.SymInt) and fake.node.expr == symbol:
             return entry.source
@@ -209,7 +211,7 @@ def _lengths(part: Subgraph) -> set[int]:
 
 
 def _asked(part: Subgraph) -> set[int]:
-    """Return the ends of the symbols' ranges, and the ints in guards on these symbols alone."""
+    """Return the ends of the ranges of the program's symbols, and the ints in those guards that name no other symbols."""
     env, found = part.captured.fake_mode.shape_env, set[int]()
     for symbol in symbols(part):
         bounds = env.var_to_range.get(symbol) if env is not None else None
@@ -221,7 +223,8 @@ def _asked(part: Subgraph) -> set[int]:
 
 
 def _coarse(part: Subgraph) -> int:
-    """Return a cache length past the integers that coarse dtypes of the program's casts from integers hold; 0 without such casts.
+    """Return a cache length at which some positions cannot be represented in a dtype that the program casts integers to; 0 without such a
+    cast.
 
     It is twice the number up to which such a dtype holds all integers: 512 for bfloat16.
     """

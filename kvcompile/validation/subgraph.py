@@ -1,21 +1,18 @@
-"""Subgraphs: sites that share caches as programs of their own, from queries, new tokens, caches, positions and masks to their outputs.
+"""Subgraphs: sites that share caches, cut out as separate programs, from queries, new tokens, caches, positions and masks to their outputs.
 
     captured:  x -> projections -> q, k, v -> writes -> attention -> projection -> ...
     cut:                           q, k, v -> writes -> attention -> outputs, caches
 
 Queries and new keys and values become inputs. So do results that come from other processes, or from calls on sharded or quantized tensors:
 nothing may wait for another process here. All other nodes that the outputs or the caches depend on are copied. The cut program computes
-what the captured graph computes between these points, so a rewrite is right in one where it is right in the other.
+what the captured graph computes between these points, so a rewrite that is right for one is right for the other.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
-import re
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,12 +28,6 @@ from kvcompile.passes.graph.worlds import Guards
 from kvcompile.passes.match.agreement import demands
 from kvcompile.passes.match.sites import Amount, Attention, Site
 
-SYMBOL = re.compile(r"\b[su]\d+\b")
-"""Pattern of the names of symbolic sizes."""
-
-MANY = 1 << 12
-"""The most elements of a constant whose values identify it in a fingerprint; a larger one is identified by its name."""
-
 COLLECTIVE = ("_c10d_functional", "c10d", "_dtensor")
 """Namespaces of operators in which processes wait for one another."""
 
@@ -49,12 +40,12 @@ def same(number: int) -> int:
 
 
 class NotApart(Exception):
-    """Raised where sites cannot be run apart from their graph; the message goes into the report."""
+    """Raised where sites cannot be run separately from their graph; the message goes into the report."""
 
 
 @dataclass(frozen=True)
 class Subgraph:
-    """A cut program: sites with all nodes between their inputs and outputs, as a captured graph of its own.
+    """A cut program: sites with all nodes between their inputs and outputs, as a separate captured graph.
 
     ``given``: the arguments, by index, that the captured graph computed (queries, new tokens, sizes). ``sources``: for every other
     argument, the index of the captured graph's argument that it was. ``outputs``: how many results are outputs of attentions; returned
@@ -90,7 +81,7 @@ def sites_by_shared_caches(sites: Sequence[Site]) -> list[tuple[Site, ...]]:
 
 
 def _entry_values(sites: Sequence[Site]) -> dict[fx.Node, None]:
-    """Return the values at which a program of some sites begins: queries and new tokens, in order."""
+    """Return the values that become arguments of a program of some sites: their queries and new tokens, in order."""
     found: dict[fx.Node, None] = {}
     for site in sites:
         attention = site.attention
@@ -172,7 +163,7 @@ def outline(captured: Captured, effects: Effects, sites: tuple[Site, ...]) -> Ou
 
 
 def _beside(sites: Sequence[Site]) -> list[fx.Node]:
-    """Return the slices of keys, values and masks that sites with learned tokens read, which the user's graph does not use."""
+    """Return the slices of keys, values and masks of sites with learned tokens, which only the rewritten graph reads."""
     parted = [site.attention for site in sites if site.attention.memory is not None]
     found = [node for attention in parted for node in (attention.k, attention.v, *(term.node for term in attention.masks))]
     return [*found, *(term.node for attention in parted if attention.memory is not None for term in attention.memory.masks)]
@@ -229,7 +220,7 @@ def _shared(node: fx.Node) -> bool:
 
 
 def _name_symbols(captured: Captured, graph: fx.Graph, entries: list[Input], given: set[int]) -> None:
-    """Add an argument for every symbol in the sizes of the arguments that is none of these sizes by itself."""
+    """Add an int argument to the program for each size symbol that occurs only inside expressions, such as s0 in a dim of size s0 + 1."""
     sizes = [size for entry in entries for size in _sizes(value_of(entry.node))]
     bare = {size.node.expr for size in sizes}
     free = {symbol for size in sizes for symbol in size.node.expr.free_symbols}
@@ -291,73 +282,3 @@ class _Translation:
             return amount
         expr = amount.expr.xreplace(changed)
         return Amount(expr, amount.value.node.shape_env.create_symintnode(expr, hint=None))
-
-
-def fingerprint(whole: Outline) -> str:
-    """Return a key of a program and the matcher's records of it, equal for sites that differ in names alone."""
-    lines: list[str] = []
-    names: dict[fx.Node, str] = defaultdict(lambda: "?")
-    module = whole.captured.module
-    for index, node in enumerate((*whole.begins, *whole.inside)):
-        names[node] = f"n{index}"
-        begins = index < len(whole.begins)
-        target = "" if begins or node.op in {"placeholder", "get_attr"} else str(node.target)
-        operands = () if begins else fx.node.map_arg((node.args, node.kwargs), lambda item: names[item])
-        held = getattr(module, str(node.target), None) if node.op == "get_attr" else None
-        constant = _content(held, str(node.target)) if isinstance(held, torch.Tensor) else ""
-        lines.append(f"{target} {operands!r} {_described(value_of(node))} {constant}")
-    places = {index: position for position, index in enumerate(whole.caches)}
-    lines += [repr(_spelled(site, names, places)) for site in whole.sites]
-    # Every layer's caches have symbols of their own, so symbols are numbered in order of appearance.
-    symbols: dict[str, str] = {}
-
-    def renamed(text: str) -> str:
-        return SYMBOL.sub(lambda found: symbols.setdefault(found[0], f"size{len(symbols)}"), text)
-
-    text = renamed("\n".join(lines))
-    # The guards on sizes decide which calls are compared: a verdict for start = 0 says nothing of other starts.
-    asked = sorted(renamed(guard) for guard in _guards(whole, set(symbols)))
-    return hashlib.sha256("\n".join((text, *asked)).encode()).hexdigest()
-
-
-def _guards(whole: Outline, names: set[str]) -> Iterator[str]:
-    """Yield the ranges of symbols, and the guards on these symbols alone, as text."""
-    env = whole.captured.fake_mode.shape_env
-    if env is None:
-        return
-    yield from (f"{symbol} in {bounds}" for symbol, bounds in env.var_to_range.items() if str(symbol) in names)
-    for guard, found in Guards(env).asked:
-        if {str(symbol) for symbol in found} <= names:
-            yield str(guard)
-
-
-def _content(held: torch.Tensor, name: str) -> str:
-    """Return a constant's values as text; its name where it has many."""
-    return str(held.tolist()) if held.numel() <= MANY else name
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"{value.dtype} {tuple(map(str, value.shape))}"
-    return str(value) if isinstance(value, (torch.SymInt, int)) else ""
-
-
-def _spelled(value: Any, names: dict[fx.Node, str], places: dict[int, int]) -> Any:
-    """Return a record of the matcher as nested text, without the names of nodes, modules and source lines."""
-    if isinstance(value, fx.Node):
-        return names[value]
-    if isinstance(value, (tuple, list)):
-        return [_spelled(item, names, places) for item in value]
-    if isinstance(value, (set, frozenset)):
-        return sorted(str(_spelled(item, names, places)) for item in value)
-    if not dataclasses.is_dataclass(value) or isinstance(value, type):
-        return str(value)
-    left = {"index", "path", "line"} if isinstance(value, Site) else {"others"} if isinstance(value, Attention) else set()
-    found = [type(value).__name__]
-    for item in dataclasses.fields(value):
-        held = getattr(value, item.name)
-        if item.name == "outputs":
-            held = tuple(places[index] for index in held)
-        if item.name not in left:
-            found.append(_spelled(held, names, places))
-    return found

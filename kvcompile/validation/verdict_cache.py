@@ -1,4 +1,4 @@
-"""Verdict cache: verdicts by fingerprint; those of equal programs may outlast the process."""
+"""Verdict cache: verdicts by fingerprint; verdicts on equal programs may outlast the process."""
 
 from __future__ import annotations
 

@@ -41,7 +41,8 @@ pytestmark = [pytest.mark.usefixtures("one_thread", "fresh_dynamo"), pytest.mark
 B, D, CAPACITY = 2, 32, 192
 REPORT = Certify(fallback="report")  # type: ignore[arg-type]
 SCHEMES = (
-    "int8", "int4", "fp8", "kivi", "kivi(bits=4,group=16)", {"k": "kivi", "v": "int8"}, {"k": "int8", "v": "int4"},
+    "int8", "int4", "fp8", "kivi", "int8(window=16)", "nf4(window=16)", "kivi(bits=4,group=16)",
+    {"k": "kivi", "v": "int8"}, {"k": "int8", "v": "int4"},
     "squat(lam=0,subblock=16)", "squat(subblock=16,rank=4)", "squat(bits=4,subblock=8,subspace=row)",
 )
 
@@ -219,7 +220,9 @@ def within(layer: Layer, before: torch.Tensor, error: torch.Tensor) -> bool:
     return bool((error.unflatten(1, (layer.split[1], -1)).sum((2, 3)) <= bound).all())
 
 
-@pytest.mark.parametrize("scheme", ["kivi(bits=4,window=64)", "kivi(group=16,window=64)", {"k": "int8", "v": "kivi(window=64)"}], ids=str)
+@pytest.mark.parametrize(
+    "scheme", ["kivi(bits=4,window=64)", "int4(window=64)", "kivi(group=16,window=64)", {"k": "int8", "v": "kivi(window=64)"}], ids=str
+)
 def test_what_a_rollback_put_back_from_codes_is_no_original(scheme: object) -> None:
     """A buffer of 102 tokens goes back to 64: of the window's 64 tokens 38 are what codes stand for."""
     x = tokens(102)
@@ -231,6 +234,17 @@ def test_what_a_rollback_put_back_from_codes_is_no_original(scheme: object) -> N
             before = told(layer)
             found = run(x[:, at : at + 1], torch.arange(at, at + 1))
             assert within(layer, before, torch.linalg.vector_norm(found.double() - exact(at, 1), dim=-1)), f"at {at}"
+    (keys,) = layer.keys._kv.stores.values()
+    refilled = next(plane for plane, spec in zip(keys.planes, keys.spec.layout.planes, strict=True) if spec.name == "refilled")
+    assert (refilled == 102 - 64).all()
+
+
+def test_one_head_records_what_a_rollback_put_back() -> None:
+    x = tokens(102)
+    _, layer, run = compiled("kivi(bits=4,window=64)", REPORT, kv=1)
+    with torch.no_grad():
+        run(x, torch.arange(102))
+        run(x[:, 64:65], torch.arange(64, 65))
     (keys,) = layer.keys._kv.stores.values()
     refilled = next(plane for plane, spec in zip(keys.planes, keys.spec.layout.planes, strict=True) if spec.name == "refilled")
     assert (refilled == 102 - 64).all()

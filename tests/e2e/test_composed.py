@@ -34,7 +34,7 @@ CASES = (
     Case("sharded-bias", ShardedBias, by_position),
     Case("sharded-cache", ShardedCache, by_position, refused="another operation than a view"),
     Case("seen-twice", SeenTwice, by_position, refused="changed in place"),
-    Case("written-in-place", WrittenInPlace, by_position, refused="to write to none in place"),
+    Case("written-in-place", WrittenInPlace, by_position, refused="no in-place writes"),
 )
 REWRITTEN = [pytest.param(case, id=case.name) for case in CASES if not case.refused]
 

@@ -80,7 +80,8 @@ def test_half_precision(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(("scheme", "bound"), [
-    ("int8", 2e-3), ("fp8", 1e-2), ("int4(group=16)", 3e-2), ("kivi(bits=4,group=16,window=16)", 3e-2),
+    ("int8", 2e-3), ("fp8", 1e-2), ("int4(group=16)", 3e-2), ("int4(group=16,window=16)", 3e-2),
+    ("nf4(group=16,window=8)", 3e-2), ("kivi(bits=4,group=16,window=16)", 3e-2),
 ])
 def test_compressed_logits(scheme: str, bound: float) -> None:
     model = llama(layers=1)

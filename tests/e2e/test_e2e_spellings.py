@@ -351,9 +351,9 @@ REFUSED: dict[str, tuple[Body, str]] = {
     "sigmoid": (softmaxed(sigmoid), "no softmax or scaled_dot_product_attention"),
     "epsilon-beside-any-sum": (softmaxed(epsilon_beside_any_sum), "other than their sum, which 1e-09 may change"),
     "large-epsilon": (softmaxed(large_epsilon), "other than their sum, which 1e-05 may change"),
-    "epsilon-and-a-maximum-of-all": (softmaxed(epsilon_and_a_maximum_of_all), "that the mask ahead of it lets through"),
-    "zeros-by-another-mask": (softmaxed(zeros_by_another_mask), "that the mask ahead of it lets through"),
-    "zeros-where-something-is-hidden": (softmaxed(zeros_where_something_is_hidden), "that the mask ahead of it lets through"),
+    "epsilon-and-a-maximum-of-all": (softmaxed(epsilon_and_a_maximum_of_all), "that the mask before it leaves visible"),
+    "zeros-by-another-mask": (softmaxed(zeros_by_another_mask), "that the mask before it leaves visible"),
+    "zeros-where-something-is-hidden": (softmaxed(zeros_where_something_is_hidden), "that the mask before it leaves visible"),
     "not-normalised": (softmaxed(no_sum_at_all), "the attention weights pass through mul"),
 }
 

@@ -45,6 +45,14 @@ def test_a_wrong_scheme(scheme: object, error: type[Exception], says: str) -> No
     assert issubclass(error, errors.SchemeError)
 
 
+@pytest.mark.parametrize("former", errors.FORMER)
+def test_an_error_under_its_former_name(former: str) -> None:
+    with pytest.warns(DeprecationWarning, match=errors.FORMER[former]):
+        assert getattr(errors, former) is getattr(errors, errors.FORMER[former])
+    with pytest.raises(AttributeError, match="no_such_error"):
+        errors.no_such_error  # noqa: B018
+
+
 def test_a_wrong_inner_compiler() -> None:
     with pytest.raises(errors.BadSetting, match="inductor"):
         kvcompile.backend("int8", inner="gcc")
@@ -264,7 +272,7 @@ def test_a_fact_that_is_lost_leaves_the_cache_dense(monkeypatch: pytest.MonkeyPa
             words = prompt(1, count, count)
             found, expected = compiled(words, past_key_values=cache).logits, model(words, past_key_values=plain).logits
             assert torch.allclose(found, expected, atol=1e-6)
-    assert "lost a fact that soundness needs: one append into every plane" in caplog.text
+    assert "expected of the rewritten graph: one append into every plane" in caplog.text
 
 
 @pytest.mark.parametrize(("kind", "stage"), [("static", "match"), ("dynamic", "plan"), ("static", "rewrite"), ("dynamic", "rewrite")])

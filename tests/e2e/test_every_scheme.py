@@ -13,7 +13,7 @@ from registry import CHOSEN, MODULE, PLAIN, SCHEMES
 from torch._dynamo.exc import BackendCompilerFailed
 
 import kvcompile
-from kvcompile.errors import SchemeError, SiteRefused
+from kvcompile.errors import SchemeError, SiteRefused, Unsupported
 from kvcompile.schemes import Scheme
 from kvcompile.testing.samples import normal, round_trip
 from kvcompile.types import Role, SlotSpec
@@ -70,6 +70,10 @@ def results(case: Case, scheme: Scheme, inner: str | None) -> list[torch.Tensor]
         said, halves = str(failed.inner_exception), [scheme.for_role(role) for role in Role]
         assert isinstance(failed.inner_exception, (SchemeError, SiteRefused)) and scheme.name in said
         if "needs a head dim" not in said and all(half.position_independent and not half.in_order for half in halves):
+            raise
+    except Unsupported:
+        # So may a call, before anything is written, where the attention sees tokens that such a scheme does not hold yet.
+        if not any(scheme.for_role(role).in_order for role in Role):
             raise
     return None
 

@@ -27,6 +27,7 @@ STEPS: dict[str, Step] = {
     "over": lambda scores, seen, scale: (scores / (1 / scale)).masked_fill(~seen, float("-inf")),
     "then masked": lambda scores, seen, scale: scale * scores + torch.where(seen, 0.0, float("-inf")),
     "after a mask": _after_mask,
+    "in half": lambda scores, seen, scale: (scores * scale).to(torch.bfloat16).masked_fill(~seen, float("-inf")),
     "softcap": lambda scores, seen, scale: (torch.tanh(scores * 0.2 / scale) * scale).masked_fill(~seen, float("-inf")),
 }
 
@@ -109,6 +110,19 @@ def test_a_tensor_of_one_element_is_a_factor_of_the_queries(scale: torch.Tensor)
     assert report.sites
     assert not report.refusals
     assert worst < 1e-5
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1, 1, 1)], ids=str)
+def test_a_factor_of_a_wider_dtype_leaves_the_queries_theirs(shape: tuple[int, ...]) -> None:
+    """A float32 tensor with dims would make float32 of the queries, which the planes of a bfloat16 cache do not meet."""
+    torch.manual_seed(0)
+    plain, module = (Spelled("in half", torch.full(shape, 0.2)).bfloat16().eval() for _ in "ab")
+    backend = kvcompile.backend("dense", inner="eager", strict=True)
+    q, k, v = torch.randn(3, BATCH, KV, 6, DIM).bfloat16()
+    with torch.no_grad():
+        found = torch.compile(module, backend=backend)(q, k, v, torch.arange(6))
+        assert (found - plain(q, k, v, torch.arange(6))).abs().max() <= 0.02
 
 
 @pytest.mark.usefixtures("fresh_dynamo")

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from installed_metadata import installed
 
 from benchmarks.accept.ten_lines import save_checkpoint
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "GENERATE.md"
+
+
+@pytest.fixture(autouse=True)
+def _installed(tmp_path: Path) -> Iterator[None]:
+    """The backend by its name is found where the package is installed."""
+    with installed(tmp_path / "site"):
+        yield
 
 
 def examples() -> list[str]:

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from e2e_models import Case, by_position
-from memory_models import Grown, Static, Tiled
+import torch.nn.functional as F
+from e2e_models import Case, by_position, visible
+from latent_models import VALUE, TwoBuffers
+from memory_models import MEMORY, Grown, Static, Tiled
 from torch import nn
 from two_requests import ALLOWED, error
 
@@ -71,4 +73,28 @@ def test_half_precision() -> None:
 def test_attentions_without_log_sums_refuse_them(scheme: str) -> None:
     backend = kvcompile.backend(scheme, inner="eager")
     assert error(next(case for case in CASES if case.name == "static"), backend) <= 3e-6
-    assert f"learned tokens are read beside the cache, and the attention of {scheme}" in str(backend.report().refusals[0])
+    assert f"learned tokens are read together with the cache, and the attention of {scheme}" in str(backend.report().refusals[0])
+
+
+class OverLatents(TwoBuffers):
+    """Learned keys and values of every head, ahead of keys and values that are made from cached latents."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.mem_k = nn.Parameter(torch.randn(self.heads, MEMORY, self.dim))
+        self.mem_v = nn.Parameter(torch.randn(self.heads, MEMORY, VALUE))
+
+    def attend(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        keys, values = (
+            torch.cat([learned.expand(keys.shape[0], -1, -1, -1), made], 2) for learned, made in ((self.mem_k, keys), (self.mem_v, values))
+        )
+        mask = F.pad(visible(pos, self.capacity), (MEMORY, 0), value=True)
+        return self.finish(F.scaled_dot_product_attention(q, keys, values, attn_mask=mask))
+
+
+def test_learned_tokens_ahead_of_a_latent_are_refused() -> None:
+    backend = kvcompile.backend("int8", inner="eager")
+    assert error(Case("over latents", OverLatents, by_position), backend) == 0
+    report = backend.report()
+    assert report.sites == 0 and report.refusals
+    assert all("joined to tokens that are the same in all rows" in item.reason for item in report.refusals)

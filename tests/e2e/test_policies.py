@@ -56,15 +56,44 @@ def test_all_left_out_is_the_model_itself() -> None:
     assert not backend.report().sites and not backend.report().allocated
 
 
+@pytest.mark.parametrize("text", ["k=kivi(bits=4,window=64),v=kivi", " v = kivi , k=kivi(bits=4,window=64)"])
+def test_a_text_has_a_scheme_for_keys_and_one_for_values(text: str) -> None:
+    from kvcompile.passes.plan.policy import pair_of, policy_of
+    from kvcompile.report import short_pair
+    from kvcompile.tools.cli.arguments import split
+
+    pair = pair_of({"k": "kivi(bits=4,window=64)", "v": "kivi"})
+    assert pair_of(text) == pair and policy_of(text) == policy_of({"k": pair.k, "v": pair.v})
+    assert policy_of({"*": "int8", "model.layers.0.*": text}).of("model.layers.0.self_attn") == pair
+    assert short_pair(pair) == "k=kivi(bits=4,window=64),v=kivi" and short_pair(pair_of("int8")) == "int8"
+    assert split(f"int8,{short_pair(pair)},v=int4,k=int8,int4") == ["int8", short_pair(pair), "v=int4,k=int8", "int4"]
+
+
+def test_named_pairs_are_those_of_their_texts() -> None:
+    from kvcompile.passes.plan.policy import pair_of
+
+    assert pair_of("k8v4") == pair_of(" K8V4 ") == pair_of("k=int8,v=int4")
+    assert pair_of("k4v2") == pair_of("k=kivi(bits=4),v=kivi")
+    model = llama(layers=1)
+    backend = kvcompile.backend({"*": "k8v4"}, inner="eager", strict=True)
+    decode(model, torch.compile(model, backend=backend))
+    assert all(site.scheme == "keys int8, values int4" for graph in backend.graphs for site in graph.sites) and backend.graphs[0].sites
+
+
 @pytest.mark.parametrize(("policy", "error", "says"), [
     ({0: "int8"}, errors.LayerByNumber, r"model\.layers\.0\.\*"),
     ({"*": "int4", 3: None}, errors.LayerByNumber, "found 3"),
-    ({"keys": "int8", "values": "int4"}, errors.UnknownHalf, "did you mean 'k'"),
-    ({"key": "int8", "v": "int4"}, errors.UnknownHalf, "did you mean 'k'"),
-    ({"K": "int8", "V": "int4"}, errors.UnknownHalf, "'k' and 'v'"),
-    ({"k": "int8"}, errors.UnknownHalf, "'k' and 'v'"),
-    ({"model.layers.0.*": {"k": "int8", "vals": "int4"}}, errors.UnknownHalf, "did you mean 'v'"),
-    ({"*": {"key": "int8", "value": "int4"}}, errors.UnknownHalf, "did you mean 'k'"),
+    ({"keys": "int8", "values": "int4"}, errors.UnknownKeyOrValue, "did you mean 'k'"),
+    ({"key": "int8", "v": "int4"}, errors.UnknownKeyOrValue, "did you mean 'k'"),
+    ({"K": "int8", "V": "int4"}, errors.UnknownKeyOrValue, "keys 'k' and one for the values 'v'"),
+    ({"k": "int8"}, errors.UnknownKeyOrValue, "keys 'k' and one for the values 'v'"),
+    ({"model.layers.0.*": {"k": "int8", "vals": "int4"}}, errors.UnknownKeyOrValue, "did you mean 'v'"),
+    ({"*": {"key": "int8", "value": "int4"}}, errors.UnknownKeyOrValue, "did you mean 'k'"),
+    ("keys=int8,v=int4", errors.UnknownKeyOrValue, "did you mean 'k'"),
+    ("k=int8", errors.UnknownKeyOrValue, "keys 'k' and one for the values 'v'"),
+    ("k=int8,k=int4", errors.UnknownKeyOrValue, "keys 'k' and one for the values 'v'"),
+    ("k=int8,v=int5", errors.UnknownScheme, "did you mean 'int"),
+    ({"*": "k=int8,int4"}, errors.UnknownKeyOrValue, "keys 'k' and one for the values 'v'"),
 ])
 def test_what_cannot_be_meant_is_refused_at_once(policy: object, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):

@@ -19,11 +19,11 @@ from transformers import DynamicCache
 
 import kvcompile
 
-SMALL = ("kivi(bits=4,group=16,window=16)", "squat(bits=4,group=16,window=16,subblock=8,rank=4)")
+SMALL = ("kivi(bits=4,group=16,window=16)", "squat(bits=4,group=16,window=16,subblock=8,rank=4,rotate=none)")
 """Schemes whose window is one block, which refused drafts pass."""
 SCHEMES = (
-    "dense", "certified", "certified(tier2=host,scratch=16,value_scratch=16)", "kivi(bits=4,group=16,window=64)",
-    "squat(bits=4,group=16,window=64,subblock=8,rank=4)", *SMALL, "smartkv(budget=1.0)",
+    "dense", "certified", "certified(tier2=host,scratch=16,value_scratch=16)", "kivi(bits=4,group=16,window=64)", "int8(window=32)",
+    "squat(bits=4,group=16,window=64,subblock=8,rank=4,rotate=none)", *SMALL, "smartkv(budget=1.0)",
 )
 NEW = 40
 

@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import kvcompile
 from kvcompile.passes.capture.retrace import Retrace
+from kvcompile.passes.match.sites import Stage
 
 
 @pytest.fixture(autouse=True)
@@ -370,6 +371,46 @@ def test_dense_equals_the_module(case: Case) -> None:
     assert case.error(backend) <= 2e-6
     report = backend.report()
     assert report.sites >= len(backend.graphs) - 1 and report.sites and not report.refusals
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_prefix_of_a_fixed_number_of_tokens(late: bool) -> None:
+    """With dynamic=False the past's end and the new tokens' start are ints, equal ones."""
+    case = Case("prefix", lambda **given: Prefix(late, **given), by_offset)
+    backend = kvcompile.backend("dense", inner="eager", strict=True)
+    module = case.make()
+    plain, given = copy.deepcopy(module), inputs(module, (5, 1, 1))
+    with torch.no_grad():
+        expected = case.drive(plain, plain, given)
+        found = case.drive(module, torch.compile(module, backend=backend, fullgraph=True, dynamic=False), given)
+    assert max((a - b).abs().max().item() for a, b in zip(expected, found, strict=True)) <= 2e-6
+    assert [len(graph.sites) for graph in backend.graphs] == [1, 1, 1]
+
+
+class BehindAGap(Prefix):
+    """The new tokens are written one place after those that attention joins them to."""
+
+    def forward(self, x: torch.Tensor, start: int) -> torch.Tensor:
+        q, k, v = self.heads_first(x)
+        count = x.shape[1]
+        keys, values = torch.cat([self.k_cache[:, :, :start], k], 2), torch.cat([self.v_cache[:, :, :start], v], 2)
+        self.k_cache[:, :, start + 1 : start + 1 + count] = k
+        self.v_cache[:, :, start + 1 : start + 1 + count] = v
+        mask = torch.ones(count, keys.shape[2], dtype=torch.bool).tril(keys.shape[2] - count)
+        return self.close(F.scaled_dot_product_attention(q, keys, values, attn_mask=mask))
+
+
+def test_a_prefix_with_a_gap_is_none() -> None:
+    case = Case("gap", lambda **given: BehindAGap(False, **given), by_offset)
+    backend = kvcompile.backend("dense", inner="eager")
+    module = case.make()
+    plain, given = copy.deepcopy(module), inputs(module, (5, 1, 1))
+    with torch.no_grad():
+        expected = case.drive(plain, plain, given)
+        found = case.drive(module, torch.compile(module, backend=backend, fullgraph=True, dynamic=False), given)
+    assert max((a - b).abs().max().item() for a, b in zip(expected, found, strict=True)) == 0
+    report = backend.report()
+    assert not report.sites and all(item.stage is Stage.MATCH for item in report.refusals)
 
 
 @pytest.mark.parametrize("case", [case for case in REWRITTEN if case.name in COMPRESSED], ids=str)

@@ -78,3 +78,10 @@ def test_guides_link_the_glossary() -> None:
 def test_readme_is_short() -> None:
     """For a person with a model and a memory bill; the rest is in docs/."""
     assert len((ROOT / "README.md").read_text().split()) <= 1800
+
+
+def test_links_lead_somewhere() -> None:
+    """Links of all pages to files of the repository."""
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md"), *ROOT.glob("examples/**/*.md")]
+    links = [(page, link) for page in pages for link in re.findall(r"\]\((?!https?://|#|mailto:)([^)#\s]+)", page.read_text())]
+    assert len(links) > 100 and not [(page, link) for page, link in links if not (page.parent / link).exists()]

@@ -28,6 +28,8 @@ SOFT, HARD = 300, 500
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "tools"}
 COMMAND_LINE = {"kvcompile.tools.cli", "kvcompile.tools.cli.targets"}
 """The modules that may know model families; plus whatever stands in a ``kvcompile.tools.cli`` package."""
+ADAPTERS = {"transformers": "kvcompile.serving.continuous_batching", "vllm": "kvcompile.serving.vllm_plugin"}
+"""The rooms that know an engine that serves, by the package that they import."""
 
 
 def dotted(path: Path) -> str:
@@ -62,7 +64,8 @@ def within(name: str, *roots: str) -> bool:
 CODES = ("kvcompile.types", "kvcompile.errors", "kvcompile.schemes")
 KERNELS_OF = ("kvcompile.lowering.ops", "kvcompile.lowering.host", "kvcompile.lowering.attention_plugins", "kvcompile.lowering.append")
 TRAINERS = (
-    "kvcompile.files", "kvcompile.settings", "kvcompile.passes", "kvcompile.report", "kvcompile.backend", "kvcompile.extensions.model_runs",
+    "kvcompile.files", "kvcompile.settings", "kvcompile.progress", "kvcompile.passes", "kvcompile.report", "kvcompile.backend",
+    "kvcompile.extensions.model_runs",
 )
 """What extensions may import: all of them codes, those with kernels what these stand on, those with trainers what captures a model."""
 
@@ -70,10 +73,13 @@ ALLOWED = {
     "kvcompile.types": (),
     "kvcompile.errors": (),
     "kvcompile.settings": ("kvcompile.errors",),
+    "kvcompile.progress": (),
+    "kvcompile.spelling": (),
     "kvcompile.files": ("kvcompile.errors", "kvcompile.files"),
-    "kvcompile.schemes": ("kvcompile.types", "kvcompile.errors", "kvcompile.files", "kvcompile.schemes"),
+    "kvcompile.schemes": ("kvcompile.types", "kvcompile.errors", "kvcompile.spelling", "kvcompile.files", "kvcompile.schemes"),
     "kvcompile.passes": ("kvcompile.types", "kvcompile.errors", "kvcompile.schemes", "kvcompile.passes"),
     "kvcompile.lowering": ("kvcompile.types", "kvcompile.errors", "kvcompile.settings", "kvcompile.schemes", "kvcompile.lowering"),
+    "kvcompile.serving": ("kvcompile.types", "kvcompile.errors", "kvcompile.schemes", "kvcompile.lowering", "kvcompile.serving"),
     "kvcompile.runtime": (
         "kvcompile.types", "kvcompile.errors", "kvcompile.schemes", "kvcompile.passes", "kvcompile.lowering.ops", "kvcompile.runtime",
     ),
@@ -96,7 +102,7 @@ ALLOWED = {
         "kvcompile.passes.graph.dynamo",
         "kvcompile.lowering.certificate.telemetry", "kvcompile.report", "kvcompile.backend", "kvcompile.tools.evaluation",
     ),
-    "kvcompile.report": ("kvcompile.types", "kvcompile.passes", "kvcompile.schemes"),
+    "kvcompile.report": ("kvcompile.types", "kvcompile.passes", "kvcompile.schemes", "kvcompile.report"),
 }
 """What a layer may import of ours. What is not listed (backend, explain, the command line) stands on top of all."""
 
@@ -110,7 +116,7 @@ ROOMS = {
     "kvcompile.passes.match.attention": ("graph", "match.sites"),
     "kvcompile.passes.match.cache": ("graph", "match.sites", "match.slot_kinds", "match.paged_places"),
     "kvcompile.passes.match.rope": ("graph", "match.sites"),
-    "kvcompile.passes.match.unmatched": ("graph", "capture", "match.attention", "match.cache"),
+    "kvcompile.passes.match.unmatched": ("graph", "capture", "match.attention", "match.cache", "match.sites"),
     "kvcompile.passes.match.mask": ("graph", "match.sites", "match.soundness", "match.attention", "match.cache"),
     "kvcompile.passes.match.latent": ("graph", "match.sites", "match.unmatched", "match.attention", "match.cache"),
     "kvcompile.passes.match": ("graph", "capture"),
@@ -129,6 +135,7 @@ ROOMS = {
     "kvcompile.lowering.cpu": ("ops", "codegen", "host"),
     "kvcompile.lowering.decode": ("ops", "codegen", "host"),
     "kvcompile.lowering.gluon": ("ops", "codegen", "host"),
+    "kvcompile.lowering.paged": ("ops", "codegen", "host", "attention_plugins", "append", "decode"),
     "kvcompile.lowering.prefill": ("ops", "codegen", "host", "decode"),
 }
 """The rooms of its layer that a room may import; the first row that a module stands in counts, a module in no row may import all."""
@@ -211,6 +218,11 @@ def test_nothing_imports_the_laws() -> None:
     assert not importers("kvcompile.testing", of=("kvcompile.testing",))
 
 
+def test_nothing_imports_serving_but_the_face() -> None:
+    found = importers("kvcompile.serving", of=("kvcompile.serving",))
+    assert not [line for line in found if line.split(":")[0] != FACE]
+
+
 def test_every_extension_has_a_row_of_its_own() -> None:
     folders = {f"kvcompile.extensions.{path.parent.name}" for path in (PACKAGE / "extensions").glob("*/__init__.py")}
     rows = {layer for layer in ALLOWED if layer.startswith("kvcompile.extensions.")}
@@ -249,9 +261,14 @@ def test_private_names_of_torch_come_through_one_door() -> None:
     assert not wrong, f"name it in one of {DOORS}, with why:\n" + "\n".join(wrong)
 
 
-def test_only_the_command_line_knows_transformers() -> None:
-    wrong = importers(*COMMAND_LINE, of=("transformers",))
+def test_only_the_command_line_and_an_adapter_know_transformers() -> None:
+    wrong = importers(*COMMAND_LINE, ADAPTERS["transformers"], of=("transformers",))
     assert not wrong, "no model families in the library:\n" + "\n".join(wrong)
+
+
+def test_only_its_plugin_knows_vllm() -> None:
+    wrong = importers(ADAPTERS["vllm"], of=("vllm",))
+    assert not wrong and importers(of=("vllm",)), "\n".join(wrong)
 
 
 def test_no_model_family_is_named_in_the_passes() -> None:
@@ -318,7 +335,8 @@ def test_importing_the_package_loads_torch_and_next_to_nothing_of_ours() -> None
     ours = {name for name in found if within(name, "kvcompile") and not name.startswith("kvcompile.schemes.")}
     assert "torch" in found and "kvcompile.files.pickled" in ours, "nothing was looked at"
     assert not found & (INDUCTOR | KERNELS | LIBRARIES | {"triton", "torch._dynamo", "torch._inductor"})
-    assert not [name for name in ours if within(name, "kvcompile.lowering", "kvcompile.extensions", "kvcompile.tools", "kvcompile.passes")]
+    absent = ("lowering", "extensions", "tools", "passes", "serving")
+    assert not [name for name in ours if within(name, *(f"kvcompile.{room}" for room in absent))]
 
 
 def test_a_backend_loads_its_scheme_and_no_kernel_or_lowering_before_it_compiles() -> None:
@@ -327,7 +345,7 @@ def test_a_backend_loads_its_scheme_and_no_kernel_or_lowering_before_it_compiles
         assert "kvcompile.lowering.compile" in found, "no backend was made"
         assert not found & (INDUCTOR | KERNELS | LIBRARIES), scheme
         assert {name.split(".")[2] for name in found if name.startswith("kvcompile.extensions.")} == extensions
-        assert not [name for name in found if within(name, "kvcompile.tools")]
+        assert not [name for name in found if within(name, "kvcompile.tools", "kvcompile.serving")]
 
 
 def test_the_modules_that_are_looked_for_have_these_names() -> None:

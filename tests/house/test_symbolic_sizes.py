@@ -83,6 +83,14 @@ def test_a_symbol_that_guards_tie_to_another_moves_with_it(sizes: list[torch.Sym
     assert all(other[symbol] != value for symbol, value in known.items()) and guards.admit(other)
 
 
+def test_symbols_whose_sum_guards_fix_move_against_each_other(sizes: list[torch.SymInt]) -> None:
+    assert bool(sizes[0] + sizes[1] < 15) and bool(sizes[0] + sizes[1] > 13)
+    known = {size.node.expr: value for size, value in zip(sizes, (9, 5), strict=True)}
+    guards = Guards(sizes[0].node.shape_env)
+    other = moved(guards, known)
+    assert all(other[symbol] != value for symbol, value in known.items()) and sum(other.values()) == 14 and guards.admit(other)
+
+
 def test_a_symbol_of_one_value_is_proved_by_guards(sizes: list[torch.SymInt]) -> None:
     """As where nothing stands ahead of a prompt: a product with a size of two at least stays below two."""
     env = sizes[0].node.shape_env

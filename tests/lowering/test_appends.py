@@ -258,7 +258,7 @@ def test_many_tokens_of_a_window_take_the_kernels_that_know_them(monkeypatch: py
         x = torch.zeros(1, KV, count, DIM).as_subclass(OnCuda)
         return [(x, planes_of(text, role), torch.arange(count)[None], None, one) for role, one in zip(Role, spelled(text), strict=True)]
 
-    for text, count in (("kivi", 40), ("squat", 40), ("squat(subblock=8)", 40), ("kivi(window=96)", 40), ("kivi(window=96)", 1)):
+    for text, count in (("kivi", 40), ("squat", 40), ("squat(group=8,window=8)", 40), ("kivi(window=96)", 40), ("kivi(window=96)", 1)):
         appends._windows(calls(text, count))
     # The values of squat are kivi's.
     assert taken == [2, 2, "operation", 1, "operation", "operation", "body", "body"]

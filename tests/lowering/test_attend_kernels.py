@@ -26,7 +26,7 @@ from kvcompile.lowering.attend_kernels import (
     kernel_lines,
     kernels_for,
 )
-from kvcompile.lowering.decode.lower import merge
+from kvcompile.lowering.decode.lower import _Lowered, merge
 from kvcompile.lowering.decode.template import LOG2E
 from kvcompile.lowering.host.inductor_api import lowerings
 from kvcompile.lowering.ops import operations as ops
@@ -43,6 +43,7 @@ pytestmark = [pytest.mark.usefixtures("one_thread", "fresh_dynamo")]
 EXPECTED = {
     "dense": (CPP, None), "int8": (CPP, None), "nf4": (CPP, None), "beyond": (CPP, None), "fp8-static": (CPP, None),
     "beyond(bits=3)": (EAGER, "words of several bytes (beyond)"), "kivi": (EAGER, "scales of several tokens (kivi)"),
+    "gauss": (CPP, None), "gauss(bits=2)": (CPP, None), "gauss(bits=3)": (EAGER, "words of several bytes (gauss)"),
     "squat(subblock=16,rank=8)": (EAGER, "scales of several tokens (squat)"),
 }
 
@@ -140,6 +141,7 @@ def test_many_rows_are_a_kernels_own_business() -> None:
 
 @pytest.mark.parametrize(("text", "dim", "dtype", "knows"), [
     ("beyond", 128, torch.bfloat16, True), ("beyond(bits=3)", 64, torch.float16, True), ("nf4", 128, torch.bfloat16, True),
+    ("gauss", 128, torch.bfloat16, True), ("gauss(bits=3)", 64, torch.float16, True), ("gauss(bits=2)", 256, torch.bfloat16, True),
     ("beyond", 96, torch.bfloat16, False), ("beyond", 128, torch.float32, False),
 ])
 def test_many_rows_over_tables_are_attended_to_by_decoded_chunks(text: str, dim: int, dtype: torch.dtype, knows: bool) -> None:
@@ -218,9 +220,12 @@ def test_inductor_sums_first_tokens_in_operations_of_its_own(monkeypatch: pytest
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("sinks", [False, True])
-def test_splits_are_merged_with_their_log_sums(sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Partial sums as the Triton templates write them: base two, empty splits, and a query that sees nothing."""
+@pytest.mark.parametrize(("sinks", "apart"), [(False, False), (True, False), (False, True), (True, True)])
+def test_splits_are_merged_with_their_log_sums(sinks: bool, apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Partial sums as the Triton templates write them: base two, empty splits, and a query that sees nothing.
+
+    ``apart``: the sums over the last tokens are in no split, as those over tokens in full precision are not.
+    """
     splits, width = 3, 5
     scores, v = torch.randn(1, 4, 2, splits * 7), torch.randn(1, 4, splits * 7, width)
     scores[:, :, :, 7:14] = float("-inf")
@@ -235,7 +240,12 @@ def test_splits_are_merged_with_their_log_sums(sinks: bool, monkeypatch: pytest.
     expected = torch.cat((whole.softmax(-1).nan_to_num()[..., : splits * 7] @ v, whole.logsumexp(-1, keepdim=True)), -1)
 
     def lower(operands: AttendOperands[Any]) -> Any:
-        return merge(operands.bias, operands.sinks, width, None)
+        if not apart:
+            return merge(operands.bias, operands.sinks, width, None)
+        do = _Lowered()
+        rest = do(torch.ops.aten.squeeze, do(torch.ops.aten.slice.Tensor, operands.bias, 0, splits - 1, splits), 0)
+        more = tuple(do(torch.ops.aten.slice.Tensor, rest, 3, *ends) for ends in ((0, width), (width, width + 1), (width + 1, width + 2)))
+        return merge(do(torch.ops.aten.slice.Tensor, operands.bias, 0, 0, splits - 1), operands.sinks, width, None, more)
 
     monkeypatch.setattr(attend_kernels, "KERNELS", (AttendKernel("merge", "cpu", lambda facts: None, lower),))
 

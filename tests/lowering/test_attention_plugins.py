@@ -62,7 +62,7 @@ def test_a_scheme_that_is_registered_later_has_its_room(foreign: AttentionPlugin
 
 
 def test_two_slots_share_a_launch_in_one_room_only(foreign: AttentionPlugin) -> None:
-    own, other, plain = (types.SimpleNamespace(scheme=scheme, x=1) for scheme in ("foreign", "certified(half=key)", "int8"))
+    own, other, plain = (types.SimpleNamespace(scheme=scheme, x=1) for scheme in ("foreign", "certified(key_or_value=key)", "int8"))
     assert own_append([own, own]) is foreign.append
     assert own_append([own, other]) is None and own_append([own, plain]) is None and own_append([plain]) is None
 

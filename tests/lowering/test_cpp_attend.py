@@ -69,6 +69,7 @@ CASES = {
     # Tables and zero points: 4 and 16 levels; groups of 32, of a whole head, and of 16 that do not lie within one part of a word.
     "tables_g4_d128": Case("beyond", "beyond(bits=2)", torch.bfloat16, 2, 4, 128, 64, shapes=((1, 1), (3, 5))),
     "tables_beside_int8": Case("nf4", "int8", torch.float32, 2, 2, 64, 96, "keep lo", shapes=((2, 1), (2, 70))),
+    "gauss_beside_two_bits": Case("gauss", "gauss(bits=2)", torch.bfloat16, 2, 4, 128, 64, "keep", shapes=((2, 1), (2, 70))),
     "tables_odd_groups": Case(
         "beyond", "beyond(group=64,scale_dtype=float32)", torch.float32, 1, 3, 80, 64, "bias", shapes=((2, 1), (1, 9)),
     ),

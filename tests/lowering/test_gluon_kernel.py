@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from hot_loops import hot_way
 from launched import argument, compile_launch, run_launch
 from test_triton_attend import Case, check, operands
 
-from kvcompile.lowering.decode.offline import hot_way
 from kvcompile.lowering.gluon.config import Merge, TileConfig, ragged_splits, splits_for
 from kvcompile.lowering.gluon.launch import Device, launches
 from kvcompile.lowering.gluon.plan import DEFAULT, MEASURED, NoFragments, cut_of, key_plan, measured, value_plan

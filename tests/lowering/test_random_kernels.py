@@ -29,7 +29,7 @@ EXAMPLES = int(os.environ.get("KVCOMPILE_RANDOM_KERNELS", "4"))
 VALUES = (
     "int4", "int8", "fp8", "kivi", "kivi(bits=3)", "kivi(bits=4)", "nf4", "beyond", "beyond(bits=2)", "beyond(bits=3)", "beyond(bits=5)",
     "dense", "int8-static", "fp8-static", "int4(group=64)", "int8(granularity=group,group=16)", "kivi(axis=token)",
-    "kivi(group=64,window=64)", "beyond(group=64)", "int4(granularity=token)",
+    "kivi(group=64,window=64)", "beyond(group=64)", "int4(granularity=token)", "gauss", "gauss(bits=3)", "gauss(bits=2)",
 )
 KEYS = (*VALUES, "normed", "normed(bits=4)")
 WIDE = (64, 80, 96, 128, 256)

@@ -66,6 +66,12 @@ CASES = [
     dataclasses.replace(BASE, key="nf4", value="nf4", D=256, Dv=256, G=2, T=170, splits=3, keep=True),
     dataclasses.replace(BASE, key="nf4", value="nf4", D=256, Dv=256, G=2, T=40, bias=Bias.BOOLEAN),
 ]
+CASES += [
+    # One norm a token, without zero points; a head of channels that are no power of two, whose last words are padded.
+    dataclasses.replace(BASE, key="gauss", value="gauss", B=2),
+    dataclasses.replace(BASE, key="gauss(bits=3)", value="gauss(bits=2)", keep=True, S=5),
+    dataclasses.replace(BASE, key="gauss", value="nf4(granularity=token)", D=80, Dv=96, T=50),
+]
 BESIDE = [
     # Beside what is decoded element by element, and keys that are rotated in the kernel.
     dataclasses.replace(BASE, key="nf4", value="beyond(bits=3)", D=256, Dv=64, G=2),

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from interpreted import interpreted
 from registry import SCHEMES
-from test_triton_append import CONSTANTS, POINTERS, assert_same, fuse
+from test_triton_append import CONSTANTS, POINTERS, assert_same, fuse, one_nan
 
 from kvcompile import schemes
 from kvcompile.lowering.ops import append_window as windows
-from kvcompile.types import Role, SlotSpec
+from kvcompile.types import MinMax, Role, SlotSpec
 
 KV, BATCH = 2, 2
 
@@ -21,6 +22,9 @@ CASES = (
     ("kivi", 64, torch.bfloat16, 3), ("kivi(window=128)", 128, torch.bfloat16, 2), ("kivi(bits=3)", 64, torch.float16, 2),
     ("kivi(bits=4,group=16,window=64,scale_dtype=float32)", 64, torch.float32, 1), ("squat(lam=0.0)", 128, torch.float16, 2),
     ("normed", 64, torch.float16, 2), ("normed(bits=4,group=16,window=64,scale_dtype=float32)", 64, torch.float32, 2),
+    ("int4(window=32)", 64, torch.float16, 3), ("int8(window=16)", 128, torch.bfloat16, 2), ("fp8(window=64)", 64, torch.float16, 2),
+    ("int4(window=8,group=16,scale_dtype=float32)", 64, torch.float32, 2), ("kivi(group=64)", 64, torch.bfloat16, 3),
+    ("kivi(group=128,axis=token)", 128, torch.float16, 2),
 )
 NAMED = {case[0].partition("(")[0] for case in CASES}
 CASES += tuple(
@@ -97,10 +101,11 @@ def compare(case: int) -> None:
             results = list(zip(kernels.append_window_blocks(slots), used, strict=True))
             if index == 0:
                 kernels.append_window_blocks([slots[0]._replace(planes=alone[0])])
-                assert_same(alone[0], found[0], (text, "alone"))
+                assert_same(one_nan(alone[0], text), one_nan(found[0], text), (text, "alone"))
             for x, planes, half, mine, given in zip(new, wanted, halves, found, results, strict=True):
                 body = windows.append_window_body(x[:, :, which], planes, pos, origin, half)
-                assert_same((*mine, *given), (*planes, *body), (half, dim, dtype, rows, origin, pieces, index))
+                what = (half, dim, dtype, rows, origin, pieces, index)
+                assert_same((*one_nan(mine, text), *given), (*one_nan(planes, text), *body), what)
 
 
 @pytest.mark.parametrize(("text", "case"), [(item[0], index) for index, item in enumerate(CASES)])
@@ -127,8 +132,9 @@ def test_pieces_are_the_whole(text: str, dim: int, dtype: torch.dtype, pages: in
 
 
 @pytest.mark.parametrize(("text", "count", "dim", "window"), [
-    ("kivi", 1, 64, 32), ("squat(subblock=8)", 40, 64, 32), ("kivi", 40, 96, 32), ("kivi(window=96)", 40, 64, 96),
-    ("kivi(group=64,window=64)", 40, 256, 64),
+    ("kivi", 1, 64, 32), ("squat(group=8,window=8)", 40, 64, 8), ("kivi", 40, 96, 32), ("kivi(window=96)", 40, 64, 96),
+    ("kivi(group=64,window=64)", 40, 256, 64), ("int4(window=48)", 40, 64, 48), ("int4(window=1024)", 40, 64, 1024),
+    ("nf4(window=32)", 40, 64, 32), ("gauss(window=32)", 40, 64, 32), ("int4(granularity=tensor,window=32)", 40, 64, 32),
 ])
 def test_what_the_kernels_do_not_know(text: str, count: int, dim: int, window: int) -> None:
     pytest.importorskip("triton")
@@ -185,6 +191,21 @@ def spilled(compiled: Any) -> int:
 
 
 # Three bits have segments and parts, a window of 128 the longest copies, 256 channels the most registers.
+@pytest.mark.parametrize(("block", "subblock", "channels", "contiguous", "known"), [
+    (16, 8, 16, True, True), (32, 16, 64, True, True), (15, 8, 64, True, False), (16, 8, 15, True, False), (16, 6, 64, True, False),
+    (16, 8, 64, False, False), (8, 0, 8, False, True),
+])
+def test_an_own_plane_is_known_from_the_tiles_of_tensor_cores_on(
+    block: int, subblock: int, channels: int, contiguous: bool, known: bool,
+) -> None:
+    pytest.importorskip("triton")
+    from kvcompile.lowering.append.window_token import _own_known
+
+    own = torch.zeros(2, channels, channels)
+    slot: Any = SimpleNamespace(own=[own if contiguous else own.mT[:, ::2]], planes=[own])
+    assert _own_known(slot, MinMax(bits=4, parts=2, segments=1, group=16, block=block, subblock=subblock), channels) is known
+
+
 @pytest.mark.parametrize(("capability", "bits", "dim", "window"), [
     (90, 2, 128, 32), (90, 3, 128, 128), (90, 4, 64, 128), (90, 2, 256, 32), (80, 3, 128, 128), (80, 2, 256, 32), (100, 3, 128, 128),
     (100, 2, 256, 32),
@@ -203,6 +224,33 @@ def test_the_kernels_compile_offline(capability: int, bits: int, dim: int, windo
     second = offline(ROLL.two, both(*copies), capability, 4)
     assert second.asm["cubin"]
     assert not spilled(second)
+
+
+@pytest.mark.parametrize(("capability", "own"), [
+    (90, {"BITS": 4, "PARTS": 2, "QMAX": 7.0}), (90, {"BITS": 8, "PARTS": 1, "GROUP": 128, "QMAX": 127.0}),
+    (90, {"BITS": 8, "PARTS": 1, "GROUP": 128, "QMAX": 448.0, "E4M3": 2}), (80, {"BITS": 8, "PARTS": 1, "QMAX": 448.0, "E4M3": 1}),
+])
+def test_symmetric_codes_compile_offline(capability: int, own: dict[str, Any]) -> None:
+    pytest.importorskip("triton")
+    from kvcompile.lowering.append.window_blocks import APPEND_BLOCKS
+
+    made = offline(APPEND_BLOCKS.two, both(*[constants_of(4, 128, 32, 1) | {"SEGMENTS": 1} | own] * 2), capability, 2)
+    assert made.asm["cubin"]
+    assert not spilled(made)
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_large_groups_compile_offline(bits: int) -> None:
+    """Keys of 64 tokens a scale, values of 128 channels, the windows that come with them."""
+    pytest.importorskip("triton")
+    from kvcompile.lowering.append.window_blocks import APPEND_BLOCKS, ROLL
+
+    keys, values = constants_of(bits, 128, 64, 64), constants_of(bits, 128, 128, 1)
+    made = offline(APPEND_BLOCKS.two, both(keys | {"GROUP": 64}, values | {"GROUP": 128}), 90, 2)
+    assert made.asm["cubin"]
+    assert not spilled(made)
+    copies = [{**{name: own[name] for name in ("D", "W", "HEADS", "HAS_ORIGIN")}, "COPY": own["ROWS"]} for own in (keys, values)]
+    assert offline(ROLL.two, both(*copies), 90, 4).asm["cubin"]
 
 
 @pytest.mark.parametrize(("block", "most"), [(32, 56), (1, 64)])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from interpreted import interpreted
 from registry import PLAIN
-from test_triton_append import assert_same, fuse
+from test_triton_append import assert_same, fuse, one_nan
 
 from kvcompile import schemes
 from kvcompile.lowering.ops.operations import append_body
@@ -67,12 +67,6 @@ def stores(text: str, dim: int, dtype: torch.dtype, device: str = "cpu") -> list
     """Empty planes of keys and values."""
     layouts = [schemes.parse(text).for_role(role).layout(SlotSpec(KV, dim, dtype, role)) for role in Role]
     return [[torch.zeros(plane.shape(PAGES, BATCH, KV), dtype=plane.dtype, device=device) for plane in layout.planes] for layout in layouts]
-
-
-def one_nan(planes: list[torch.Tensor], text: str) -> list[torch.Tensor]:
-    """The planes with one code of NaN for both of e4m3's: the sign of a NaN is the processor's."""
-    codes, scales = planes
-    return [torch.where((codes & 127) == 127, 127, codes) if text.startswith("fp8") else codes, scales]
 
 
 def compare(cases: tuple[tuple[str, int, torch.dtype], ...]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from hot_loops import instructions_per_element
 from interpreted import interpreted
 from registry import PLAIN
 
@@ -201,6 +202,8 @@ def asymmetric_cases(scheme: str) -> list[Case]:
         dataclasses.replace(base, key="kivi(group=16,window=16)", value="kivi(group=8,window=8)", T=100, tile=Tile(16)),
         dataclasses.replace(base, key="kivi(scale_dtype=bfloat16)", value="kivi(scale_dtype=float32)", T=100),
         dataclasses.replace(base, key="kivi(group=64,window=64,bits=4)", T=100), dataclasses.replace(base, T=130, tile=Tile(64)),
+        dataclasses.replace(base, key="kivi(group=64,bits=3)", value="kivi(group=128)", D=128, Dv=128, T=200, exact_newest=40),
+        dataclasses.replace(base, key="kivi(group=64)", value="kivi(group=128,bits=4)", Dv=256, T=100),
     ]
 
 
@@ -216,6 +219,7 @@ def tabled_cases() -> list[Case]:
         Case("nf4", "nf4", T=130, D=96, Dv=96, K=2, dtype=torch.bfloat16, magnitude=30.0, tile=twice, sinks=True, softcap=5.0),
         Case("nf4", four, T=200, B=2, D=80, Dv=64, G=3, bias=Bias.ADDED, tile=twice),
         Case(three, five, T=70, D=256, Dv=256, G=2, tile=Tile(16, 8, True, copies=2)), Case(two, two, T=65, outlier=True, tile=twice),
+        Case("gauss", "gauss", T=100, D=128, Dv=128, tile=twice), Case("gauss(bits=3)", "gauss(bits=2)", T=90, S=3, B=2, keep=True),
     ]
 
 
@@ -581,7 +585,7 @@ def test_compiles_offline(scheme: str, arch: str, changes: dict) -> None:
     config = config_of(scheme, **changes)
     built = offline.compile_offline(offline.attend_source(config), config, arch)
     assert "tt.dot" in built["ttgir"] or "warp_group_dot" in built["ttgir"] or "mma" in built["ttgir"]
-    count = offline.instructions_per_element(config, built["cubin"])
+    count = instructions_per_element(config, built["cubin"])
     # Whatever is decoded in float32 costs more than what the tensor cores take as it is.
     assert 0.5 < count.per_element < (40 if config.plans[0].elements else 8), count
     assert PAGE == config.page_rows
@@ -597,8 +601,10 @@ def test_norms_are_copied_asynchronously() -> None:
     assert copies[1] > copies[0]
 
 
-TABLE_COSTS = {"beyond": 4.1, "nf4": 3.9, "beyond(bits=3)": 5.8}
-"""Issued instructions of a step per key and value element, of a token's scales as one word, four query heads a kv head."""
+TABLE_COSTS = {"beyond": 4.1, "nf4": 3.9, "beyond(bits=3)": 5.8, "gauss": 3.8, "gauss(bits=3)": 5.0, "gauss(bits=2)": 2.85}
+"""Issued instructions of a step per key and value element, of a token's scales as one word, four query heads a kv head.
+
+One scale a token is no word: those of keys and of values each pass through shared memory once."""
 
 
 @pytest.mark.parametrize("scheme", TABLE_COSTS)
@@ -613,9 +619,10 @@ def test_levels_are_looked_up_where_the_tensor_cores_want_them(scheme: str) -> N
     key, value = chosen.plans
     assert key.picked and value.paired and chosen.tile.copies == 2 and chosen.tile.num_warps == 1
     built = offline.compile_offline(offline.attend_source(chosen), chosen)
-    count = offline.instructions_per_element(chosen, built["cubin"])
+    count = instructions_per_element(chosen, built["cubin"])
     assert count.per_element < TABLE_COSTS[scheme], count
-    assert count.opcodes.get("STS", 0) <= 1 and count.opcodes.get("BAR", 0) <= 3, count
+    single = groups == 1
+    assert count.opcodes.get("STS", 0) <= 1 + single and count.opcodes.get("BAR", 0) <= 3 + single, count
 
 
 @pytest.mark.parametrize(("bits", "group"), [(2, 32), (4, 32), (2, 64)])

@@ -13,6 +13,7 @@ from e2e_models import Attention, buffers, inputs, visible
 from torch import nn
 
 import kvcompile
+from kvcompile.passes.graph.shapes import op_name
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
 
@@ -91,6 +92,8 @@ def test_a_decomposed_program_is_rewritten(build: Callable[[], nn.Module], schem
     backend = kvcompile.backend(scheme, inner="eager", strict=True)
     found = steps(torch.compile(program, backend=backend, fullgraph=True), given)
     assert backend.report().sites
+    writes = [node for node in backend.records[-1].captured.graph.nodes if op_name(node) in {"index_put_", "index_copy_"}]
+    assert len(writes) == 2 and all("test_functional_caches.py" in node.meta["stack_trace"] for node in writes), "the model's lines"
     error = max((a - b).abs().max().item() for a, b in zip(wanted, found, strict=True))
     assert error <= (2e-6 if scheme == "dense" else 2e-2)
 

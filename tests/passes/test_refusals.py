@@ -11,9 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from e2e_models import Attention, buffers, by_position, inputs, visible
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import kvcompile
 from kvcompile.errors import SiteRefused
+from kvcompile.passes.graph.effects import analyse
+from kvcompile.passes.match import unmatched
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
 
@@ -272,7 +275,7 @@ def test_a_graph_break_inside_the_attention(caplog: pytest.LogCaptureFixture) ->
     found = steps(module, torch.compile(module, backend=owner))
     torch.testing.assert_close(found, wanted)
     assert owner.report().sites == 0
-    assert any("a graph break stands in the middle of the attention" in item.reason for item in owner.report().refusals)
+    assert any("a graph break splits the attention" in item.reason for item in owner.report().refusals)
     assert type(module.k_cache) is torch.Tensor, "the cache was taken over"
 
 
@@ -300,6 +303,31 @@ def test_mask_changes_while_it_masks(caplog: pytest.LogCaptureFixture) -> None:
         return m.close(scores.softmax(-1) @ m.v_cache) + bias.mean()
 
     refused(use, "the attention reads a mask, changed in place by fill_", caplog)
+
+
+def test_sinks_change_while_they_attend(caplog: pytest.LogCaptureFixture) -> None:
+    def use(m: Cached, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        m.write(k, v, pos)
+        sinks = torch.arange(4.0)[:, None, None].expand(2, -1, len(pos), -1).clone()
+        joined = torch.cat([masked_scores(m, q, pos), sinks], -1)
+        sinks.fill_(3.0)
+        return m.close(joined.softmax(-1)[..., :-1] @ m.v_cache) + sinks.mean()
+
+    refused(use, "the attention reads sinks, changed in place by fill_", caplog)
+
+
+def test_fewer_tokens_are_read_than_are_new(caplog: pytest.LogCaptureFixture) -> None:
+    """The newest four tokens of a window, of a prompt of seven."""
+    def use(m: Cached, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        keys, values = (torch.cat([past[:, :, len(pos) :], new], 2) for past, new in ((m.k_cache, k), (m.v_cache, v)))
+        m.k_cache.copy_(keys), m.v_cache.copy_(values)
+        return m.close(F.scaled_dot_product_attention(q, keys[:, :, -4:], values[:, :, -4:]))
+
+    module = Cached(use).eval()
+    owner = kvcompile.backend("int8", inner="eager")
+    with torch.no_grad():
+        torch.compile(module, backend=owner, fullgraph=True)(inputs(module, (7,))[0], torch.arange(7))
+    assert [item.reason for item in owner.report().refusals] == ["attention reads only part of the new tokens"]
 
 
 def test_written_values_change_after_the_write(caplog: pytest.LogCaptureFixture) -> None:
@@ -395,3 +423,16 @@ def test_rows_packed_one_behind_another(caplog: pytest.LogCaptureFixture) -> Non
     with torch.library._scoped_library("torch_attn", "FRAGMENT") as library:
         library.impl("_varlen_attn", reference, "CPU")
         refused(use, "the cache is read by varlen_attn (torch.nn.attention.varlen)", caplog)
+
+
+def test_the_search_for_a_cache_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A value computed from a cache in more steps than that is nobody's cache."""
+    def steps_from(cache: torch.Tensor, pos: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        return cache.index_copy_(2, pos, new).exp().neg().sin()
+
+    graph = make_fx(steps_from, tracing_mode="fake")(torch.zeros(1, 2, 5, 4), torch.arange(3), torch.zeros(1, 2, 3, 4)).graph
+    effects, made = analyse(graph), next(iter(graph.find_nodes(op="output"))).args[0]
+    cache = next(node for node in graph.nodes if "index_copy" in node.name)
+    for limit, found in ((3, None), (4, cache)):
+        monkeypatch.setattr(unmatched, "LIMIT", limit)
+        assert unmatched.cache_behind(made, effects) is found

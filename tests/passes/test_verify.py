@@ -14,7 +14,7 @@ from torch import fx
 import kvcompile
 from kvcompile.errors import VerificationFailed
 from kvcompile.passes.rewrite.rewritten import Rewritten, Variant
-from kvcompile.passes.verify import verify
+from kvcompile.passes.verify import _asks, verify
 from kvcompile.records import GraphRecord
 from kvcompile.schemes.certificate.policy import Certify, Fallback
 
@@ -146,6 +146,21 @@ def test_a_broken_graph_fails(record: GraphRecord, change: Callable[[fx.Graph], 
         verify(*broken(record, change))
     assert fact in str(caught.value)
     assert "please report it" in str(caught.value)
+
+
+@pytest.mark.parametrize(("late", "users", "fine"), [
+    (False, "sub", True), (True, "sub", False), (True, "lt", True), (False, "lt", False), (True, "lt sub", False), (False, "lt sub", True),
+])
+def test_a_clock_is_counted_from_before_its_append_and_tested_after_it(late: bool, users: str, fine: bool) -> None:
+    """The append moves the clock on: positions counted from it later would be those of the next call."""
+    graph = fx.Graph()
+    clock = graph.placeholder("kv0_k_clock")
+    append = None if not late else graph.call_function(torch.ops.kvcompile.append.default, (clock,))
+    view = graph.call_function(aten.select.int, (clock, 0, 0))
+    for user in users.split():
+        graph.call_function({"sub": aten.sub.Tensor, "lt": aten.lt.Scalar}[user], (view, 1))
+    append = append or graph.call_function(torch.ops.kvcompile.append.default, (clock,))
+    assert _asks(view, "clock", [append], {node: index for index, node in enumerate(graph.nodes)}) is fine
 
 
 def test_an_append_may_not_take_what_attention_adds_to() -> None:

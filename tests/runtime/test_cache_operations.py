@@ -215,6 +215,47 @@ def test_reads_from_outside_decode(model: LlamaForCausalLM, kind: str) -> None:
     assert torch.isnan(keys.as_subclass(torch.Tensor)).any() or torch.allclose(keys.as_subclass(torch.Tensor), dense, atol=0.05)
 
 
+@pytest.mark.parametrize("read", [
+    lambda keys: keys[torch.tensor([-1])], lambda keys: keys[torch.tensor([1, -2], dtype=torch.int32)],
+    lambda keys: keys[torch.tensor([0, 1, 1], dtype=torch.uint8)], lambda keys: keys[torch.tensor([False, True, True])],
+    lambda keys: keys[torch.tensor([True])], lambda keys: keys[torch.tensor([3])], lambda keys: keys[..., :][None],
+    lambda keys: keys.index_select(0, torch.tensor(1)), lambda keys: keys.index_select(-4, torch.tensor([1, 1, 0])),
+    lambda keys: keys.repeat_interleave(torch.tensor([0, 2, 1]), 0), lambda keys: keys[-1:],
+    lambda keys: keys[torch.zeros(0, dtype=torch.int64)], lambda keys: keys[..., 2:5, :], lambda keys: keys[1:, ...],
+    lambda keys: keys[..., 0:1, :, :, :],
+], ids=["from the end", "int32", "uint8 mask", "mask", "short mask", "outside", "new dim", "no dims", "dim from the end", "repeats", "last",
+        "none", "tokens behind dots", "rows ahead of dots", "dots for nothing"])
+def test_rows_are_read_as_of_a_dense_tensor(model: LlamaForCausalLM, read: Callable[[Any], Any]) -> None:
+    """The same rows of what it decodes to, or the same kind of error."""
+    pair = Pair(model, "static", "int8")
+    pair.step(9, 1)
+    keys = pair.cache.layers[0].keys
+    dense = kvcompile.decoded(keys)
+    try:
+        expected = read(dense)
+    except IndexError:
+        with pytest.raises((IndexError, RuntimeError)):
+            kvcompile.decoded(read(keys))
+        return
+    assert torch.equal(kvcompile.decoded(read(keys)), expected)
+
+
+def test_an_index_that_takes_all_of_a_cache_leaves_it_compressed(model: LlamaForCausalLM) -> None:
+    pair = Pair(model, "static", "int8")
+    pair.step(9, 1)
+    keys = pair.cache.layers[0].keys
+    assert all(keys[index] is keys for index in (slice(None), Ellipsis, (slice(None), Ellipsis), (slice(None),) * 4))
+
+
+def test_what_is_joined_to_a_cache_in_another_dtype_widens_the_result(model: LlamaForCausalLM) -> None:
+    pair = Pair(model, "dynamic", "int8")
+    pair.step(9, 1)
+    keys, dense = pair.cache.layers[0].keys, pair.plain.layers[0].keys
+    joined = torch.cat([keys, keys.new_ones(1).expand(*keys.shape[:2], 1, keys.shape[3]), torch.ones(keys.shape, dtype=torch.float64)], 2)
+    assert joined.dtype is torch.float64 and type(joined) is torch.Tensor
+    assert joined.shape[2] == 2 * keys.shape[2] + 1 and torch.allclose(joined[:, :, : keys.shape[2]].float(), dense, atol=0.05)
+
+
 @pytest.mark.parametrize("write", [
     lambda keys: keys.mul_(2),
     lambda keys: torch.add(torch.ones(keys.shape), 1, out=keys),

@@ -20,7 +20,9 @@ from kvcompile.types import Role, SlotSpec
 
 KINDS = ("static", "dynamic")
 BY_TOKEN = ("dense", "int8", "int4(group=16)", "fp8", "int8(granularity=tensor)")
-SCHEMES = (*BY_TOKEN, "kivi(group=16,window=16)", "squat(group=16,window=16,subblock=8)", "certified")
+SCHEMES = (
+    *BY_TOKEN, "kivi(group=16,window=16)", "int4(group=16,window=16)", "squat(group=16,window=16,subblock=8,rotate=none)", "certified",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -156,7 +158,9 @@ def test_originals_take_any_token(model: LlamaForCausalLM) -> None:
     assert isinstance(keys, kvcompile.CompressedCache) and torch.allclose(kvcompile.decoded(keys), expected, atol=0.02)
 
 
-@pytest.mark.parametrize(("scheme", "at"), [("kivi(group=16,window=16)", 3), ("kivi(group=16,window=16)", 50)])
+@pytest.mark.parametrize(("scheme", "at"), [
+    ("kivi(group=16,window=16)", 3), ("kivi(group=16,window=16)", 50), ("int4(group=16,window=16)", 3),
+])
 def test_windows_refuse_the_rest_and_become_dense(model: LlamaForCausalLM, scheme: str, at: int, caplog: Any) -> None:
     run = Run(model, "static", scheme, 40, 1)
     keys, expected = run.keys, kvcompile.decoded(run.keys)

@@ -211,8 +211,8 @@ def test_generate_by_inductor_says_what_the_model_says() -> None:
 
 
 @pytest.mark.parametrize(("case", "words"), [
-    (SLIDING_CASES[0], "expected a scheme that encodes every token by itself for a cache that keeps its newest"),
-    (PAGED_CASES[0], "expected a scheme that encodes every token by itself for a cache that is read through a gather"),
+    (SLIDING_CASES[0], "expected a scheme that encodes each token separately for a cache that keeps its newest"),
+    (PAGED_CASES[0], "expected a scheme that encodes each token separately for a cache that is read through a gather"),
 ], ids=str)
 def test_caches_without_an_order_keep_no_first_tokens(case: Any, words: str) -> None:
     backend = kvcompile.backend("int8(sinks=4)", inner="eager")

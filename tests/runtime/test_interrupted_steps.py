@@ -13,7 +13,7 @@ import kvcompile
 
 pytestmark = pytest.mark.usefixtures("one_thread", "fresh_dynamo")
 
-SCHEMES = ("kivi(group=16,window=16)", "squat(group=16,window=16,subblock=8)", "certified", "int8")
+SCHEMES = ("kivi(group=16,window=16)", "int4(group=16,window=16)", "squat(group=16,window=16,subblock=8,rotate=none)", "certified", "int8")
 CAPACITY = 128
 FAULT = {"armed": False}
 
@@ -59,14 +59,15 @@ class One(Attention):
 
 
 def steps(module: Layers, run: Callable[..., torch.Tensor], interrupted: bool) -> list[torch.Tensor]:
-    """The results of a prompt and of steps of one token and of many, each tried twice where it is interrupted, and the caches."""
+    """The results of a prompt, of steps of one token and of many, and of two that go back, each interrupted or not; and the caches."""
     for layer in (module.first, module.second):
         buffers(layer, layer.batch, layer.kv, CAPACITY, layer.dim)
     x = torch.randn(module.first.batch, 70, module.first.width, generator=torch.Generator().manual_seed(1))
     found, at = [], 0
-    for count in (40, 1, 1, 3, 1, 20, 1):
-        given = x[:, at : at + count], torch.arange(at, at + count)
-        if interrupted and at:
+    for back, count in ((0, 40), (0, 1), (0, 1), (0, 3), (0, 1), (0, 20), (0, 1), (3, 2), (0, 1), (67, 3)):
+        at -= back
+        given = x[:, at : at + count] * (1 + back), torch.arange(at, at + count)
+        if interrupted and found:
             held = [kvcompile.decoded(item) for item in module.buffers()]
             FAULT["armed"] = True
             with pytest.raises(Fault):
@@ -90,6 +91,30 @@ def test_a_step_is_atomic(scheme: str, inner: str) -> None:
     found, expected = (steps(module, run, interrupted) for interrupted in (True, False))
     for a, b in zip(expected, found, strict=True):
         assert torch.equal(a, b)
+
+
+def test_kept_padding_comes_back() -> None:
+    """Keys of padding that an eager prompt wrote: a request that begins anew forgets them only where it succeeds."""
+    model = llama(layers=2, head_dim=32)
+    cache, ids, mask = cache_of(model, "static"), prompt(2, 20, seed=1), torch.ones(2, 24, dtype=torch.long)
+    mask[0, :7] = 0
+    run = torch.compile(model, backend=kvcompile.backend(SCHEMES[0], inner="eager"))
+    with torch.no_grad():
+        model(ids, attention_mask=mask[:, :20], past_key_values=cache)
+        run(ids[:, :1], attention_mask=mask[:, :21], past_key_values=cache)
+        held = [kvcompile.decoded(tensor).clone() for layer in cache.layers for tensor in (layer.keys, layer.values)]
+        assert held[0][0, :, :7].any(), "no padding is held"
+        assert all(store.padding is not None for store in cache.layers[0].keys._kv.stores.values())
+        for layer in cache.layers:
+            layer.cumulative_length.zero_()
+        hook = model.model.layers[1].self_attn.o_proj.register_forward_hook(lambda module, args, out: fault(out))
+        torch._dynamo.reset()
+        FAULT["armed"] = True
+        with pytest.raises(Fault):
+            run(ids[:, :3], attention_mask=mask[:, 21:], past_key_values=cache)
+        hook.remove()
+    found = [kvcompile.decoded(tensor) for layer in cache.layers for tensor in (layer.keys, layer.values)]
+    assert all(torch.equal(a, b) for a, b in zip(held, found, strict=True))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES[:1])

@@ -20,7 +20,8 @@ pytestmark = pytest.mark.usefixtures("one_thread", "fresh_dynamo")
 
 WINDOWED = (
     "kivi(bits=4,group=16,window=16)", "kivi(bits=4,group=16,window=16,pre_rope=True,sinks=4)", "normed(bits=4,group=16,window=16)",
-    "squat(bits=4,group=16,window=16,rank=4,subblock=8)", "certified",
+    "int8(window=16)", "nf4(group=16,window=8,sinks=4)",
+    "squat(bits=4,group=16,window=16,rank=4,subblock=8,rotate=none)", "certified",
 )
 SCHEMES = (*WINDOWED, "smartkv(budget=1.0)")
 WITHOUT_ROPE = tuple(scheme.replace("pre_rope=True,", "") for scheme in SCHEMES)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn import functional as F
 
 import kvcompile
+from kvcompile.passes.match.sites import Limit, LimitKind
+from kvcompile.runtime.forms.mask_extent import MaskExtent
 
 HEADS, DIM, CAPACITY = 4, 16, 320
 Tensor = torch.Tensor
@@ -30,6 +34,22 @@ class Static(nn.Module):
         self.k.index_copy_(2, pos, k)
         self.v.index_copy_(2, pos, v)
         return F.scaled_dot_product_attention(q, self.k, self.v, attn_mask=mask)
+
+
+@pytest.mark.parametrize(("limit", "places", "end"), [
+    (Limit(LimitKind.NODE), 40, 6), (Limit(LimitKind.NODE, -2), 40, 4), (Limit(LimitKind.NODE), 5, 5), (Limit(LimitKind.CONST, 7), 40, 8),
+    (Limit(LimitKind.OWN, 2), 40, 5), (Limit(LimitKind.ALL), 40, 40),
+], ids=str)
+def test_where_the_last_query_of_a_limit_stops_seeing(limit: Limit, places: int, end: int) -> None:
+    """Queries at positions 3, 4 and 5, the last of which sees the most places, and no more than there are."""
+    graph = fx.Graph()
+    pos, q, k = (graph.placeholder(name) for name in ("pos", "q", "k"))
+    q.meta["val"], k.meta["val"] = torch.empty(2, HEADS, 3, DIM), torch.empty(2, HEADS, places, DIM)
+    attention = SimpleNamespace(q=q, q_roles=("B", "H", "S", "D"), k=k, k_roles=("B", "H", "T", "D"), folded=1)
+    limit = replace(limit, node=pos) if limit.kind is LimitKind.NODE else limit
+    site: Any = SimpleNamespace(attention=attention, bounds=SimpleNamespace(hi=limit, lo=None, keep=None, carried=()))
+    call: Any = SimpleNamespace(read=int, positions=lambda: SimpleNamespace(values={pos: torch.tensor([[3, 4, 5]])}))
+    assert object.__new__(MaskExtent)._site(site, call) == end
 
 
 class Counted(Static):

@@ -16,8 +16,8 @@ import kvcompile
 from kvcompile.errors import WindowPassed
 from kvcompile.runtime.call.bound import BoundGraph
 
-SCHEMES = ("dense", "int8", "kivi(bits=4)", "squat(bits=4)", "certified", "smartkv")
-WINDOWS = {"kivi(bits=4)", "squat(bits=4)", "certified"}
+SCHEMES = ("dense", "int8", "kivi(bits=4)", "int8(window=16)", "squat(bits=4,rotate=none)", "certified", "smartkv")
+WINDOWS = {"kivi(bits=4)", "int8(window=16)", "squat(bits=4,rotate=none)", "certified"}
 PLACES = 128
 
 
@@ -151,7 +151,7 @@ def test_one_counter_of_two_caches(scheme: str) -> None:
     run.go(1, 1, 5, 1)
 
 
-@pytest.mark.parametrize("scheme", ["int8", "kivi(bits=4)", "squat(bits=4)", "smartkv"])
+@pytest.mark.parametrize("scheme", ["int8", "kivi(bits=4)", "squat(bits=4,rotate=none)", "smartkv"])
 def test_a_token_written_in_between(scheme: str) -> None:
     """A token that its user writes over in the middle does not move where the next call goes on; so do tokens behind the last one."""
     run = Pair(scheme)

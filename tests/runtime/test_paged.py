@@ -82,13 +82,19 @@ def test_refused_for_its_reason_and_right(case: PagedCase) -> None:
     assert all("paged_models.py" in item.line and item.advice for item in report.refusals)
 
 
-@pytest.mark.parametrize("scheme", ["kivi", "squat", "certified"])
-def test_schemes_that_need_tokens_in_order_are_refused(scheme: str) -> None:
+@pytest.mark.parametrize(("scheme", "why"), [
+    *((scheme, "blocks of consecutive tokens") for scheme in ("kivi", "squat", "certified")),
+    *(
+        (scheme, "tokens in full precision beside its codes")
+        for scheme in ("int4(window=32)", "nf4(window=32)", "gauss(window=32)", "beyond(window=16)")
+    ),
+])
+def test_schemes_that_need_tokens_in_order_are_refused(scheme: str, why: str) -> None:
     backend = kvcompile.backend(scheme, inner="eager")
     assert BY_NAME["slots"].error(backend, BRIEF, dim=64) == 0.0
     report = backend.report()
     assert report.refusals and not report.sites
-    assert all("read through a gather" in item.reason and "blocks of consecutive tokens" in item.reason for item in report.refusals)
+    assert all("read through a gather" in item.reason and why in item.reason for item in report.refusals)
 
 
 @pytest.mark.parametrize("name", ["blocks-first", "flat-pool", "rows-of-requests", "used-blocks"])

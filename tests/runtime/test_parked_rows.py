@@ -13,10 +13,16 @@ from torch import nn
 
 import kvcompile
 from kvcompile.errors import Unsupported
+from kvcompile.passes.plan.reporting import with_tally
+from kvcompile.runtime.store.parked_rows import _joined
+from kvcompile.runtime.store.store import Store, StoreSpec
+from kvcompile.schemes import parse
+from kvcompile.schemes.certificate.telemetry import TELEMETRY_PLANE
+from kvcompile.types import Role, SlotSpec
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
 
-BOUNDS = {"dense": 1e-5, "int8": 0.02, "kivi(bits=4)": 0.3, "certified": 0.05, "squat": 0.5}
+BOUNDS = {"dense": 1e-5, "int8": 0.02, "kivi(bits=4)": 0.3, "int8(window=16)": 0.02, "certified": 0.05, "squat": 0.5}
 
 Step = tuple[int, int, int]
 """Rows, the position of the first token, and how many tokens each row brings."""
@@ -91,7 +97,7 @@ class Pair:
         return max(far((one + 0) * written, other * written) for one, other in both if other.dim() > 1)
 
 
-@pytest.mark.parametrize("scheme", ["dense", "int8", "kivi(bits=4)", "certified", "squat"])
+@pytest.mark.parametrize("scheme", ["dense", "int8", "kivi(bits=4)", "int8(window=16)", "certified", "squat"])
 @pytest.mark.parametrize("make", [FirstRows, FirstRowsIndexCopy])
 def test_requests_of_different_batches(make: type[Attention], scheme: str) -> None:
     pair = Pair(make, scheme, strict=True)
@@ -250,3 +256,21 @@ def test_an_interrupted_step_that_joined_rows_leaves_them_apart() -> None:
     assert pair.caches() <= BOUNDS["kivi(bits=4)"]
     assert pair.run(request(2, 1, 2, start=26)) <= BOUNDS["kivi(bits=4)"]
     assert pair.caches() <= BOUNDS["kivi(bits=4)"]
+
+
+def test_joined_rows_report_what_each_of_them_did() -> None:
+    """A store counts from what its planes held when it was made: a copy's reports are not those of what it was copied from."""
+    scheme, slot = parse("int8").for_role(Role.KEY), SlotSpec(2, 32, torch.float32, Role.KEY)
+    spec = StoreSpec(slot, scheme, with_tally(scheme.layout(slot), slot))
+    stores = [Store(spec, rows, torch.device("cpu"), 1) for rows in (2, 1)]
+    for store, copied, own in zip(stores, (5, 0), (1, 3), strict=True):
+        plane = store.plane(TELEMETRY_PLANE.name)
+        assert plane is not None
+        plane.fill_(copied)
+        if copied:
+            store._begin()
+        plane.add_(own)
+    found = _joined(stores, 1, stores[0]).telemetry
+    assert found is not None and found.before is not None
+    counted = (found.plane - found.before).flatten(2).amax(-1)[0]
+    assert counted.tolist() == [1, 1, 3, 0]

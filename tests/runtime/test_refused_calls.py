@@ -15,7 +15,7 @@ from kvcompile import errors
 
 HEADS, DIM, CAPACITY = 2, 32, 96
 Tensor = torch.Tensor
-SCHEMES = ("dense", "int8", "kivi(bits=4)", "squat(bits=4)", "certified", "smartkv(budget=1.0)")
+SCHEMES = ("dense", "int8", "kivi(bits=4)", "int8(window=16)", "squat(bits=4,rotate=none)", "certified", "smartkv(budget=1.0)")
 CLOSE = {"dense": 1e-5, "int8": 0.03, "certified": 1e-5, "smartkv(budget=1.0)": 0.03}
 
 
@@ -113,10 +113,10 @@ def _loaded(pair: Pair) -> Iterator[None]:
 CASES: dict[str, tuple[Callable[[Pair], Iterator[None]], type[errors.CallRefused], tuple[str, ...]]] = {
     "negative": (_negative, errors.PositionsNegative, SCHEMES),
     "negative from the first": (_negative_from_the_first, errors.PositionsNegative, SCHEMES),
-    "values behind": (_values_behind, errors.LengthsDiffer, ("dense", "int8", "smartkv(budget=1.0)")),
+    "nonzero values after": (_values_behind, errors.LengthsDiffer, ("dense", "int8", "smartkv(budget=1.0)")),
     "swapped": (_swapped, errors.CachesSwapped, SCHEMES),
-    "back": (_back, errors.WindowPassed, ("kivi(bits=4)", "squat(bits=4)")),
-    "loaded": (_loaded, errors.WindowPassed, ("kivi(bits=4)", "squat(bits=4)")),
+    "back": (_back, errors.WindowPassed, ("kivi(bits=4)", "squat(bits=4,rotate=none)")),
+    "loaded": (_loaded, errors.WindowPassed, ("kivi(bits=4)", "squat(bits=4,rotate=none)")),
 }
 each_case = pytest.mark.parametrize(
     ("name", "scheme"), [(name, scheme) for name, (_, _, schemes) in CASES.items() for scheme in schemes],

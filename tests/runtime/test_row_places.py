@@ -12,8 +12,8 @@ import torch
 import kvcompile
 from kvcompile.errors import Unsupported, WindowPassed
 
-SCHEMES = ("dense", "int8", "kivi(bits=4)", "squat(bits=4)", "certified", "smartkv")
-WINDOWS = {"kivi(bits=4)", "squat(bits=4)", "certified", "smartkv"}
+SCHEMES = ("dense", "int8", "kivi(bits=4)", "int8(window=16)", "squat(bits=4,rotate=none)", "certified", "smartkv")
+WINDOWS = {"kivi(bits=4)", "int8(window=16)", "squat(bits=4,rotate=none)", "certified", "smartkv"}
 PLACES = 400
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib
 import io
@@ -59,7 +60,7 @@ def options() -> list[Any]:
     """Schemes that hold tables or scales of a model or more options than the defaults, which a law of ``kvcompile.testing`` saves."""
     tables, scales = random_tables([""], groups=2), random_scales([""])
     assert isinstance(tables.tables, ModelTables)
-    return [tables, scales, "int8(sinks=4)", "kivi(rotate=kv)", "int4(rotate=k)"]
+    return [tables, scales, "int8(sinks=4)", "kivi(rotate=kv)", "int4(rotate=k)", "nf4(window=32,sinks=4)"]
 
 
 def schemes() -> list[Any]:
@@ -121,7 +122,14 @@ def earlier(data: bytes, moved: bool = True) -> bytes:
         old = {new: name for name, new in RENAMED.get(module, {}).items()}
         for name in names:
             data = data.replace(f"c{module}\n{name}\n".encode(), f"c{place}\n{old.get(name, name)}\n".encode())
+    for name, was in (("exact_first", "early"), ("key_or_value", "half")):
+        data = data.replace(_text(name), _text(was))
     return data
+
+
+def _text(name: str) -> bytes:
+    """A pickle's bytes for a name of a field."""
+    return b"X" + len(name).to_bytes(4, "little") + name.encode()
 
 
 def saved(value: Any, moved: bool = True) -> io.BytesIO:
@@ -142,11 +150,32 @@ def saved(value: Any, moved: bool = True) -> io.BytesIO:
 @pytest.mark.parametrize("scheme", schemes(), ids=str)
 def test_a_cache_that_version_0_1_wrote_comes_back(scheme: Any) -> None:
     keys = filled(scheme)
-    assert b"ckvcompile.runtime.operations\nrebuild\n" in earlier(pickle.dumps(keys, protocol=2))
+    written = earlier(pickle.dumps(keys, protocol=2))
+    assert b"ckvcompile.runtime.operations\nrebuild\n" in written and _text("early") in written and _text("exact_first") not in written
     back = torch.load(saved(keys))
     assert repr(back) == repr(keys) and torch.equal(kvcompile.decoded(back), kvcompile.decoded(keys))
-    again = pickle.loads(earlier(pickle.dumps(keys, protocol=2)))
+    again = pickle.loads(written)
     assert repr(again) == repr(keys) and torch.equal(kvcompile.decoded(again), kvcompile.decoded(keys))
+
+
+@pytest.mark.parametrize("scheme", ["int8", "nf4", "fp8-static", "beyond(trained=False)"])
+def test_a_cache_from_before_the_option_has_no_window(scheme: str) -> None:
+    """Its schemes were pickled without the field; it goes on as a cache of the same text."""
+    model = Buffers()
+    compiled = torch.compile(model, backend=kvcompile.backend(scheme, inner="eager", strict=True))
+    q, k, v = (torch.randn(1, 2, 152, HEAD) for _ in "qkv")
+    with torch.no_grad():
+        compiled(*(x[:, :, :150] for x in (q, k, v)), torch.arange(150))
+        former = copy.deepcopy((model.k, model.v))
+        for store in (store for cache in former for store in cache._kv.stores.values()):
+            vars(store.spec.scheme).pop("window", None)
+        back = pickle.loads(pickle.dumps(former))
+        stores = [store for cache in back for store in cache._kv.stores.values()]
+        assert stores and all("window" not in vars(store.spec.scheme) for store in stores)
+        assert all(store.spec.scheme == parse(scheme) and store.spec.scheme.window == 0 for store in stores)
+        expected = compiled(*(x[:, :, 150:151] for x in (q, k, v)), torch.tensor([150]))
+        model.k, model.v = back
+        assert torch.equal(compiled(*(x[:, :, 150:151] for x in (q, k, v)), torch.tensor([150])), expected)
 
 
 @pytest.mark.parametrize(

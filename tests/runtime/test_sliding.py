@@ -262,8 +262,9 @@ def test_speculation_crops_what_was_recorded() -> None:
 
 @pytest.mark.parametrize(("scheme", "why", "kind", "attention"), [
     ("kivi", "blocks of consecutive tokens", "static", "eager"),
-    ("squat(group=16,window=32,subblock=8,rank=4)", "blocks of consecutive tokens", "dynamic", "sdpa"),
-    ("dense(pre_rope=True)", "turned back by their place in the cache", "static", "sdpa"),
+    ("int4(group=8,window=4)", "keeps its newest 4 tokens in full precision beside its codes", "dynamic", "eager"),
+    ("squat(group=16,window=32,subblock=8,rank=4,rotate=none)", "blocks of consecutive tokens", "dynamic", "sdpa"),
+    ("dense(pre_rope=True)", "undoes RoPE by a key's slot", "static", "sdpa"),
 ])
 def test_schemes_that_need_the_order_of_tokens_are_refused(scheme: str, why: str, kind: str, attention: str) -> None:
     model, backend = mistral(attention=attention), kvcompile.backend(scheme, inner="eager")
@@ -275,7 +276,8 @@ def test_schemes_that_need_the_order_of_tokens_are_refused(scheme: str, why: str
 
 
 @pytest.mark.parametrize(("kind", "chunks", "scheme"), [
-    ("static", (9, 1, 1, 1, 1, 1), "squat(group=16,window=32,subblock=8,rank=4)"), ("dynamic", (20, 1, 1, 4, 1), "dense(pre_rope=True)"),
+    ("static", (9, 1, 1, 1, 1, 1), "squat(group=16,window=32,subblock=8,rank=4,rotate=none)"),
+    ("dynamic", (20, 1, 1, 4, 1), "dense(pre_rope=True)"),
 ])
 def test_rings_beside_schemes_that_need_the_order_of_tokens(kind: str, chunks: tuple[int, ...], scheme: str) -> None:
     model, backend = gemma(), eager({"*layers.0*": "dense", "*": scheme})

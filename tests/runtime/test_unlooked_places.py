@@ -27,7 +27,7 @@ from kvcompile.runtime.call.bound import BoundGraph
 from kvcompile.runtime.handle.tensor import CompressedCache
 from kvcompile.runtime.store import host_reads
 
-WINDOWED = ("kivi(bits=4)", "normed(bits=4)", "squat(bits=4)", "certified")
+WINDOWED = ("kivi(bits=4)", "int8(window=16)", "normed(bits=4)", "squat(bits=4,rotate=none)", "certified")
 MORE = {
     "a draft written twice": [even(0, 40), torch.tensor([[40, 41, 41]] * 2), even(42, 1), even(43, 5)],
     "an old token again": [even(0, 100), torch.tensor([[100, 101, 3]] * 2), even(102, 1)],
@@ -294,7 +294,7 @@ def shown(
     return (q @ kc.mT).masked_fill(~seen, -torch.inf).softmax(-1) @ vc
 
 
-@pytest.mark.parametrize("scheme", ["kivi(bits=4)", "squat(bits=4)", "certified"])
+@pytest.mark.parametrize("scheme", ["kivi(bits=4)", "squat(bits=4,rotate=none)", "certified"])
 def test_a_mask_that_shows_what_nobody_wrote_is_nan_or_seen_in_time(scheme: str) -> None:
     """A first call, and one that adopts a dense cache, are looked at; later the tokens of a window end at the newest one."""
     pair = Pair(scheme, attention=shown)

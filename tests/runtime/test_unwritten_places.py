@@ -76,7 +76,7 @@ def test_a_strict_window_refuses_what_lies_behind_its_tokens(less: int) -> None:
     with torch.no_grad():
         module(prompt, torch.arange(7))
         before = [cache.clone() for cache in module.buffers()]
-        with pytest.raises(Unsupported, match="make it of zeros"):
+        with pytest.raises(Unsupported, match="create it with zeros"):
             compiled(step, torch.tensor([7 - less]))
         assert all(torch.equal(a, b) for a, b in zip(before, module.buffers(), strict=True))
         for cache in module.buffers():

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from e2e_layers import llama
-from transformers import DynamicCache, StaticCache
+from constant_planes import stores_after_two_requests
 
-import kvcompile
 from kvcompile.schemes.nf4 import LARGEST, LEVELS, Nf4
 from kvcompile.types import Role, SlotSpec
 
@@ -33,19 +31,7 @@ def test_every_level_decodes_to_itself() -> None:
 @pytest.mark.parametrize("policy", ["nf4", {"k": "nf4", "v": "int8"}, {"k": "kivi", "v": "nf4"}], ids=str)
 def test_constant_plane_is_read_and_never_written(policy: object, kind: str) -> None:
     """Over two requests, beside a window too, whose append is given the constant plane."""
-    owner, model = kvcompile.backend(policy, inner="eager", strict=True), llama(layers=1)
-    compiled, plain = torch.compile(model, backend=owner), llama(layers=1)
-    for _ in range(2):
-        caches = [DynamicCache(config=model.config) if kind == "dynamic" else StaticCache(config=model.config, max_cache_len=128)
-                  for _ in range(2)]
-        for count in (70, 1, 3, 1):
-            words = torch.randint(0, 64, (2, count), generator=torch.Generator().manual_seed(count))
-            with torch.no_grad():
-                found, wanted = (run(words, past_key_values=cache).logits for run, cache in zip((compiled, plain), caches, strict=True))
-            assert (found - wanted).norm() <= 0.15 * wanted.norm()
-    stores = [store for state in owner.memory.live for store in state.stores.values() if store.spec.scheme.name == "nf4"]
-    assert stores
-    for store in stores:
+    for store in stores_after_two_requests(policy, kind, 0.15, "nf4"):
         at = next(index for index, plane in enumerate(store.spec.layout.planes) if plane.constant)
         assert torch.equal(store.planes[at], torch.tensor(LEVELS).expand_as(store.planes[at]))
         copied = store.select_rows(torch.tensor([1, 0]))

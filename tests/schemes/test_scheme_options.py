@@ -43,15 +43,21 @@ def bad_values(default: Any) -> list[Any]:
 GOOD = {
     "scratch": (0,), "value_scratch": (0,), "order": (0,), "sinks": (0, 7),
     "protect_first": (0, 7), "protect_last": (0, 7), "interval": (7,), "threshold": (0, 7),
-    "layer_weights": ("",),
+    "layer_weights": ("",), "window": (0, 7),
 }
 """Values that an option of this name may have, though others with such a default may not."""
 
 
+def good_values(field: dataclasses.Field[Any]) -> tuple[Any, ...]:
+    """Those of an option; a window that a scheme always has is whole blocks."""
+    return () if field.name == "window" and field.default else GOOD.get(field.name, ())
+
+
 @each_option
 def test_bad_values_are_refused(cls: type[Scheme], field: dataclasses.Field[Any]) -> None:
-    good = [(type(value), value) for value in GOOD.get(field.name, ())]
-    for value in bad_values(field.default):
+    good = [(type(value), value) for value in good_values(field)]
+    # None is the default of an optional one.
+    for value in ["", "x", 1.5] if "optional" in field.metadata else bad_values(field.default):
         if (type(value), value) in good:
             assert getattr(make(cls.name, **{field.name: value}), field.name) == value
             continue
@@ -70,6 +76,14 @@ def test_options_read_from_text(cls: type[Scheme], field: dataclasses.Field[Any]
     text = str(default).removeprefix("torch.")
     assert make(cls.name, **{field.name: text}) == cls()
     assert parse(f"{cls.name}( {field.name} = {text} )") == cls()
+
+
+@each_scheme
+def test_a_former_name_of_an_option_is_read(cls: type[Scheme]) -> None:
+    names = {field.name: str(getattr(field.default, "value", field.default)) for field in cls.options()}
+    for former, name in cls.renamed.items():
+        assert former not in names and parse(f"{cls.name}({former}={names[name]})") == parse(f"{cls.name}({name}={names[name]})")
+    assert cls.renamed or cls.name not in {"certified", "smartkv"}
 
 
 @each_scheme

@@ -225,6 +225,10 @@ class Translator:
         kind = known(parts[-1], SIGNS)
         self.assign(guard, ops[0], f"everywhere({literal(ops[1], kind)}) & ~SIGNS[{kind!r}]")
 
+    def op_popc(self, guard: str | None, parts: list[str], ops: list[str]) -> None:
+        known(parts[1], ("b32",))
+        self.assign(guard, ops[0], f"ones_of({literal(ops[1], 'b32')})")
+
     def op_neg(self, guard: str | None, parts: list[str], ops: list[str]) -> None:
         kind = known(parts[-1], (*SIGNS, *SIGNED))
         a = f"everywhere({literal(ops[1], kind)})"

@@ -199,6 +199,12 @@ def as_signed(value: Any, kind: Any = np.int32) -> np.ndarray:
     return np.broadcast_to(np.asarray(value).astype(bits), LANES).copy().view(kind)
 
 
+def ones_of(value: Any) -> np.ndarray:
+    """popc: how many bits of a word are set."""
+    words = np.ascontiguousarray(everywhere(np.asarray(value, np.uint32)))
+    return np.unpackbits(words.view(np.uint8).reshape(LANES, 4), axis=1).sum(1).astype(np.uint32)
+
+
 def everywhere(value: Any) -> np.ndarray:
     """A value of every lane."""
     return np.broadcast_to(value, LANES)

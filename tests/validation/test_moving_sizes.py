@@ -267,7 +267,7 @@ def test_what_could_not_be_tried_is_refused_unless_asked_for(validate: object, s
     report = backend.report()
     assert report.sites == sites
     assert [refusal.stage for refusal in report.refusals] == [Stage.VALIDATE] * (2 - sites)
-    assert all("could not be run beside" in refusal.reason and "where possible" in refusal.advice for refusal in report.refusals)
+    assert all("could not be run on random inputs" in refusal.reason and "where possible" in refusal.advice for refusal in report.refusals)
     assert sum(len(graph.unvalidated) for graph in report.graphs) == (2 if validate == "where possible" else 0)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,12 +16,14 @@ import torch
 import transformers
 from e2e_models import Attention, Buffered, by_position, inputs, visible
 from hostile_modules import HOSTILE, Hostile, Parts
+from paged_models import PAGED_CASES
 
 import kvcompile
 from kvcompile import compilation
 from kvcompile.passes.graph.dynamo import Mod
 from kvcompile.passes.graph.worlds import holds
 from kvcompile.passes.match.sites import LimitKind, Site, Stage
+from kvcompile.validation.equivalence import SiteOutcome, Verdict
 from kvcompile.validation.sizes import LONG, _smaller
 
 CHUNKS = (5, 1, 3)
@@ -249,6 +252,51 @@ def test_a_mutant_of_the_matcher_is_refused(name: str, monkeypatch: pytest.Monke
     assert error < 1e-5
 
 
+def test_a_misread_pool_is_refused_by_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block table is the caller's: the first step has valid ones, and is compared before any that are made up."""
+    match, misread = compilation.match, MUTANTS["twice-the-scale"]
+    monkeypatch.setattr(
+        compilation, "match",
+        lambda captured: dataclasses.replace(found := match(captured), sites=tuple(misread(site) for site in found.sites)),
+    )
+    owner = kvcompile.backend("dense", inner="eager")
+    assert PAGED_CASES[0].error(owner, (9, 1)) <= 1e-5
+    assert owner.report().refusals and not owner.report().sites
+    assert all(item.stage is Stage.VALIDATE and "the first step" in item.reason for item in owner.report().refusals)
+
+
+def test_a_trial_that_fails_is_no_verdict_and_says_why(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def fails(whole: Any, examples: Any) -> Any:
+        raise ZeroDivisionError("by a size")
+
+    monkeypatch.setattr(sys.modules["kvcompile.validation"], "_verdict", fails)
+    with caplog.at_level(logging.DEBUG, logger="kvcompile.validation"):
+        error, report = run(Windowed(), chunks=(5,))
+    assert error < 1e-5 and not report.sites
+    assert "validation itself failed with ZeroDivisionError: by a size" in report.refusals[0].reason
+    assert any(record.exc_info and record.exc_info[0] is ZeroDivisionError for record in caplog.records), "where it failed, in the log"
+
+
+@pytest.mark.unvalidated
+def test_what_no_sizes_were_found_for_is_compared_by_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where unknown is allowed: what differs in the first step is no unknown."""
+    unknown = Verdict(SiteOutcome.UNKNOWN, "no sizes")
+    monkeypatch.setattr(sys.modules["kvcompile.validation"], "_apart", lambda whole, examples: unknown)
+    error, report = run(Windowed(), chunks=(5,))
+    assert error < 1e-5 and "no sizes; its first step is equal" in report.refusals[0].reason
+    torch._dynamo.reset()
+    error, report = run(Windowed(), chunks=(5,), validate="where possible")
+    assert error < 1e-5 and report.sites == 1 and report.graphs[0].unvalidated
+    torch._dynamo.reset()
+    match, misread = compilation.match, MUTANTS["twice-the-scale"]
+    monkeypatch.setattr(
+        compilation, "match",
+        lambda captured: dataclasses.replace(found := match(captured), sites=tuple(misread(site) for site in found.sites)),
+    )
+    error, report = run(Windowed(), chunks=(5,), validate="where possible")
+    assert error < 1e-5 and not report.sites and "the first step" in report.refusals[0].reason
+
+
 class Hundredfold(Windowed):
     """Takes the positions times 100."""
 
@@ -280,7 +328,7 @@ def test_an_argument_that_positions_are_computed_from_is_solved_for(mutant: str,
     report = owner.report()
     if mutant:
         assert [refusal.stage for refusal in report.refusals] == [Stage.VALIDATE] * 2
-        assert "does something else" in report.refusals[-1].reason
+        assert "different result" in report.refusals[-1].reason
     else:
         assert report.sites == 2 and [graph.validated for graph in report.graphs] == [1, 1]
 

@@ -31,7 +31,8 @@ from kvcompile.schemes.asymmetric import PARTS, SEGMENTS, UNPACK, in_scales, pac
 from kvcompile.schemes.base import AMAX, DATA, SPREAD, Planes, Scheme, require, require_divides
 from kvcompile.schemes.certificate.bounds import STEP, ZERO
 from kvcompile.schemes.certificate.bounds import TINY as TINIEST
-from kvcompile.schemes.symmetric import SCALE_DTYPES, SCALE_ULP, TINY
+from kvcompile.schemes.symmetric import SCALE_ULP, TINY, require_scale_dtype
+from kvcompile.schemes.windowed import Windowed
 from kvcompile.types import Bins, Extent, KernelFormat, Layout, PlaneSpec, SlotSpec
 
 BITS, GROUPS = (2, 3, 4, 5), (32, 64, 128)
@@ -39,7 +40,7 @@ DEFAULT_GROUP, LEAST_GROUP = 32, 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Beyond(Scheme):
+class Beyond(Windowed):
     """The scheme beyond: codes by a table's thresholds and levels, a scale and zero point per token and group; uniform until learned.
 
     ``trained``: the tables were learned; ``load_tables`` and ``learn`` return such schemes. ``tables``: of the whole model, or
@@ -59,12 +60,10 @@ class Beyond(Scheme):
     source: ClassVar[str] = "Beyond: Better-than-Full-Precision KV Caches via Learnable Non-Uniform Quantization, section 3"
 
     def __post_init__(self) -> None:
-        require(self.bits in BITS, self.name, "bits", "2, 3, 4 or 5", self.bits, "4 is the setting of the source")
-        require(self.group in GROUPS, self.name, "group", "32, 64 or 128", self.group, "32 is the setting of the source")
-        require(
-            self.scale_dtype in SCALE_DTYPES, self.name, "scale_dtype", "float16, bfloat16 or float32", self.scale_dtype,
-            "float16 is the usual choice",
-        )
+        super().__post_init__()
+        require(self.bits in BITS, self.name, "bits", "2, 3, 4 or 5", self.bits, "4 is the paper's setting")
+        require(self.group in GROUPS, self.name, "group", "32, 64 or 128", self.group, "32 is the paper's setting")
+        require_scale_dtype(self.scale_dtype, self.name)
         require(isinstance(self.trained, bool), self.name, "trained", "True or False", self.trained, "load_tables says it for you")
         require(
             self.tables is None or self.trained, self.name, "tables", "tables of a trained scheme", "tables and trained=False",
@@ -79,7 +78,7 @@ class Beyond(Scheme):
         default = cls()
         changes: list[dict[str, Any]] = [
             {"bits": 2}, {"bits": 3}, {"bits": 5}, {"group": 64}, {"scale_dtype": torch.bfloat16},
-            {"scale_dtype": torch.float32, "bits": 5},
+            {"scale_dtype": torch.float32, "bits": 5}, {"window": 32},
         ]
         return (default, *(dataclasses.replace(default, **change) for change in changes))
 
@@ -130,14 +129,16 @@ class Beyond(Scheme):
             PlaneSpec("scales", self.scale_dtype, groups), PlaneSpec("zeros", self.scale_dtype, groups),
             PlaneSpec("levels", torch.float32, levels, groups, Extent.BATCH, constant=True),
             PlaneSpec("thresholds", torch.float32, levels - 1, groups, Extent.BATCH, constant=True, encoding=True),
-        ))
+        )).windowed(slot, self.window)
 
     def constants(self, slot: SlotSpec) -> dict[str, torch.Tensor]:
         table = self.table(slot)
         return {"levels": table.levels, "thresholds": table.thresholds}
 
     def table(self, slot: SlotSpec) -> Table:
-        """Return the table of a slot. Raises TablesMissing for a trained scheme that is not of one attention (``for_module``)."""
+        """Return the table of a slot. Raises TablesMissing for a trained scheme with the tables of a whole model; ``for_module`` selects
+        one attention.
+        """
         if isinstance(self.tables, SiteTables):
             return self.tables.for_role(slot.role)
         if self.trained:

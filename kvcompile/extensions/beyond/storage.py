@@ -32,7 +32,7 @@ REACH = 8
 
 
 def save_tables(scheme: Beyond, path: str | Path, extra: Mapping[str, str] | None = None) -> None:
-    """Write a trained scheme's tables; ``extra``: more metadata. The file appears whole or not at all."""
+    """Write a trained scheme's tables, without its window; ``extra``: more metadata. The file appears whole or not at all."""
     if not isinstance(scheme.tables, ModelTables):
         raise BadTables(expected="a scheme with the tables of a model", found=scheme.spec(), todo="pass what kvcompile.learn returned")
     tensors = {
@@ -41,7 +41,8 @@ def save_tables(scheme: Beyond, path: str | Path, extra: Mapping[str, str] | Non
         for name, plane in (("levels", tables.for_role(role).levels), ("thresholds", tables.for_role(role).thresholds))
     }
     FILE.write(path, tensors, {
-        **(extra or {}), "scheme": scheme.spec(), "fingerprint": scheme.tables.fingerprint, "sites": json.dumps(list(scheme.tables.sites)),
+        **(extra or {}), "scheme": dataclasses.replace(scheme, window=0).spec(), "fingerprint": scheme.tables.fingerprint,
+        "sites": json.dumps(list(scheme.tables.sites)),
     })
 
 
@@ -55,7 +56,7 @@ def load_tables(path: str | Path, model: torch.nn.Module) -> Beyond:
 
 
 def read_tables(path: str | Path) -> Beyond:
-    """Read a file of tables without comparing it with a model. Raises BadTables if it is not one."""
+    """Read a file of tables without comparing its fingerprint with a model's. Raises BadTables if the file holds no tables."""
     tensors, metadata = FILE.read(path, _declared)
     sites = {site: SiteTables(*(_table(tensors, site, role) for role in Role)) for site in sites_of(metadata)}
     plain = _scheme(metadata)
@@ -63,7 +64,10 @@ def read_tables(path: str | Path) -> Beyond:
 
 
 def _declared(metadata: Mapping[str, str], sites: list[str]) -> dict[str, Entry]:
-    """Declare levels and thresholds of the keys and the values of every attention, in the range that learning can reach."""
+    """Return the tensors that a file of these metadata must hold: levels and thresholds of keys and values of every attention in ``sites``.
+
+    Their ranges are those that learning can reach.
+    """
     count = 2 ** _scheme(metadata).bits
     # A group's values are in [0, count - 1]; learned levels may be outside of it, by less than a few times its width.
     entries = {name: Entry((None, None, size), least=-REACH * count, most=REACH * count, rising=name == "thresholds")
@@ -76,7 +80,7 @@ def _table(tensors: Mapping[str, torch.Tensor], site: str, role: Role) -> Table:
 
 
 def _scheme(metadata: Mapping[str, str]) -> Beyond:
-    """Return the scheme of a file's metadata, without tables. Raises BadTables if it names no scheme of beyond."""
+    """Return the scheme that a file's metadata names, without tables. Raises BadTables if it is no scheme beyond."""
     text = metadata.get("scheme", "")
     found = SPELLED.fullmatch(text)
     dtype = getattr(torch, found["dtype"], None) if found else None

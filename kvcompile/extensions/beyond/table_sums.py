@@ -33,10 +33,11 @@ def sum_by_bins(
     X, WEIGHTS, THRESHOLDS, OUT, x_b, x_h, x_s, weights_b, weights_h, weights_s, tokens, count, window, GROUPS: tl.constexpr,
     GROUP: tl.constexpr, BITS: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr, STORED: tl.constexpr, ROWS: tl.constexpr,
 ):
-    """Write the partial sums of one group of channels. Grid: programs; kv heads times groups.
+    """Write to OUT the partial sums of weight times scale of one group of channels of one kv head, over a program's blocks of tokens.
 
-    THRESHOLDS: [HEADS, GROUPS, 2^BITS - 1]. OUT: [programs, HEADS, GROUPS, 3, 2^BITS]: sums by level, left of each threshold, and right of
-    it. ``count`` tokens in all, ``tokens`` per batch row.
+    OUT, float32 [programs, HEADS, GROUPS, 3, 2^BITS]: sums by level, sums within ``window`` scales left of each threshold, and right of it
+    (the last entry of both is 0). THRESHOLDS: [HEADS, GROUPS, 2^BITS - 1], in units of scales. Grid: programs; kv heads times groups.
+    ``count`` tokens in all, ``tokens`` per batch row.
     """
     group = tl.program_id(1)
     h, g = (group // GROUPS).to(tl.int64), group % GROUPS

@@ -133,7 +133,7 @@ class ModelTables:
         return sum(table.levels.numel() + table.thresholds.numel() for table in tables)
 
     def for_module(self, path: str) -> SiteTables:
-        """Return the tables of the attention at a module path, which may have a longer or shorter prefix here.
+        """Return the tables of the attention at ``path``, which may have a longer or shorter prefix than the path stored with the tables.
 
         Raises TablesMissing if there are none.
         """

@@ -2,7 +2,8 @@
 
 A program has ROWS new tokens of one kv head of one batch row. It takes minimum and maximum of every group, counts for each value the
 thresholds of the group's table that do not exceed it, and packs the counts. The result equals that of ``append_body`` bit for bit; a test
-compares them. Positions outside of the planes make the last row NaN in both. Keys and values have a launch each.
+compares them. Positions outside of the planes make the last row NaN in both, or are left out (``rows``). Keys and
+values have a launch each.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -18,7 +19,7 @@ import triton.language as tl
 
 from kvcompile import schemes
 from kvcompile.lowering.append.rounding import in_scales, stored_range
-from kvcompile.lowering.append.rows import by_constant, places, plain, row_places, tokens_of
+from kvcompile.lowering.append.rows import by_constant, places, plain, row_places, tokens_of, written
 from kvcompile.schemes.symmetric import SCALE_ULP, TINY
 from kvcompile.types import Bins
 
@@ -31,16 +32,19 @@ def append_thresholds(
     X, CODES, SCALES, ZEROS, POS, TABLE, x_b, x_h, x_s, x_d, count, pages, codes_n, scales_n, pos_b, pos_s, codes_b, codes_h, scales_b,
     scales_h, HEADS: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, PARTS: tl.constexpr, SEGMENTS: tl.constexpr,
     GROUP: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr, ROWS: tl.constexpr,
+    SKIP: tl.constexpr,
 ):
-    """Encode and store the tokens of one slot. Grid: blocks of ROWS tokens times kv heads, the heads first; batch rows.
+    """Encode ROWS tokens of one kv head of one batch row; write CODES, SCALES and ZEROS at the tokens' positions.
 
-    TABLE: [HEADS, D // GROUP, 2^BITS - 1].
+    Grid: blocks of ROWS tokens times kv heads, the heads first; batch rows. TABLE: the thresholds, [HEADS, D // GROUP, 2^BITS - 1], in
+    units of scales. A position outside of the planes makes their last row NaN.
     """
     program, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     h = (program % HEADS).to(tl.int64)
     s = (program // HEADS) * ROWS + tl.arange(0, ROWS)
     there = s < count
     given = tl.load(POS + b * pos_b + s.to(tl.int64) * pos_s, mask=there, other=0)
+    there = written(there, given, pages, PAGE, SKIP)
     inside, page, row = row_places(given, pages, PAGE)
     GROUPS: tl.constexpr = D // GROUP
     stored: tl.constexpr = SCALES.dtype.element_ty
@@ -79,6 +83,7 @@ class ThresholdRows(NamedTuple):
     pos: torch.Tensor
     table: torch.Tensor
     scheme: str
+    skip: bool = False
 
     @property
     def rule(self) -> Bins:
@@ -103,6 +108,7 @@ class ThresholdRows(NamedTuple):
         return {
             "HEADS": self.x.shape[1], "PAGE": self.planes[0].shape[3], "D": self.x.shape[3], "BITS": rule.bits, "PARTS": rule.parts,
             "SEGMENTS": rule.segments, "GROUP": rule.group, "ULP": SCALE_ULP[dtype], "TINY": TINY[dtype], "ROWS": self.rows,
+            "SKIP": int(self.skip),
         }
 
 

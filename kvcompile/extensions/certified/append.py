@@ -46,7 +46,10 @@ def _largest_norm(x):
 
 @triton.jit
 def _code_keys(content, CODES, SCALES, ZEROS, D: tl.constexpr):
-    """Encode float32 keys [tokens, D] by channel; write codes at CODES and one row of scales and zero points; return the decoded keys."""
+    """Encode float32 keys [tokens, D] of one block by channel; return the decoded keys, float32 [tokens, D].
+
+    Written: CODES int8 [tokens, D], and SCALES and ZEROS [D], all pointers to the block.
+    """
     d = tl.arange(0, D)
     nans = tl.max((content != content).to(tl.int32), 0) != 0
     low = tl.where(nans, float("nan"), tl.min(content, 0))
@@ -73,7 +76,10 @@ def _code_values(
     content, CODES, SCALES, ZEROS, D: tl.constexpr, BITS: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, ULP: tl.constexpr,
     TINY: tl.constexpr,
 ):
-    """Encode float32 values [tokens, D] by groups of channels; write codes, scales and zero points; return the decoded values."""
+    """Encode float32 values [tokens, D] of one block by groups of channels; return the decoded values, float32 [tokens, D].
+
+    Written: CODES uint8 [tokens, D // PARTS], and SCALES and ZEROS [tokens, D // GROUP], all pointers to the block.
+    """
     codes, scale, zero = minmax_codes(
         tl.reshape(content, [TOKENS * (D // GROUP), GROUP, 1]), SCALES.dtype.element_ty, BITS, ULP, TINY
     )
@@ -91,7 +97,12 @@ def _append_certified(
     D: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr, BITS: tl.constexpr, PARTS: tl.constexpr,
     GROUP: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr, HAS_ORIGIN: tl.constexpr, HAS_PLACES: tl.constexpr, FULL: tl.constexpr,
 ):
-    """Append one token of one kv head of one batch row: see the module. All planes are contiguous. FULL: without codes."""
+    """Append one token of one kv head of one batch row: write the newest tokens to RECENT, and the token to the window RING.
+
+    Also written: CLOCK, the row's token count and origin; of the token's block, with zeros after the token, ORIGINALS, the two NOTES,
+    CODES, SCALES and ZEROS (not if FULL: without codes), and with HAS_PLACES zeros to PLACES, as the scratch's copy is now outdated. A
+    token out of order becomes NaN. All planes are contiguous. See the module.
+    """
     b = (program // HEADS).to(tl.int64)
     h = (program % HEADS).to(tl.int64)
     d = tl.arange(0, D)
@@ -156,11 +167,11 @@ APPEND_CERTIFIED = slot_kernels(_append_certified)
 def is_certified(spelled: str) -> bool:
     """Return whether a scheme's text is that of certified keys or certified values."""
     scheme = schemes.parse(spelled)
-    return isinstance(scheme, Certified) and scheme.half is not KeyOrValue.AUTO
+    return isinstance(scheme, Certified) and scheme.key_or_value is not KeyOrValue.AUTO
 
 
 def fits(slot: WindowSlot) -> bool:
-    """Return whether the kernel supports this append: one token, channels a power of two, contiguous planes."""
+    """Return whether the kernel supports this append: one token, a number of channels that is a power of two, and contiguous planes."""
     D = slot.x.shape[3]
     if not one_token(slot.x) or not is_certified(slot.scheme) or D & (D - 1) or slot.x.dtype not in {
         torch.float16, torch.bfloat16, torch.float32,
@@ -182,7 +193,10 @@ def _contiguous(plane: torch.Tensor) -> bool:
 
 
 def _split(slot: WindowSlot) -> tuple[torch.Tensor, ...]:
-    """Return the planes codes, scales, zeros, notes, originals and, if there is one, places; without codes originals are their dummies."""
+    """Return the planes codes, scales, zeros, notes, originals and, if there is one, places.
+
+    For a slot without codes, the originals take the places of codes, scales and zeros.
+    """
     planes = slot.planes[: _encoded(slot.planes)]
     if len(planes) > 2:
         return tuple(planes)
@@ -209,16 +223,16 @@ def _constants(slot: WindowSlot) -> dict[str, Any]:
     rule, dtype = scheme.value_scheme.minmax(slot.x.shape[3]), scheme.value_scheme.scale_dtype
     assert rule is not None
     return {
-        "D": slot.x.shape[3], "PAGE": slot.planes[0].shape[3], "HEADS": slot.x.shape[1], "KEYS": scheme.half is KeyOrValue.KEY,
+        "D": slot.x.shape[3], "PAGE": slot.planes[0].shape[3], "HEADS": slot.x.shape[1], "KEYS": scheme.key_or_value is KeyOrValue.KEY,
         "BITS": rule.bits, "PARTS": rule.parts, "GROUP": rule.group, "ULP": SCALE_ULP[dtype], "TINY": TINY[dtype],
         "HAS_ORIGIN": slot.origin is not None, "HAS_PLACES": _encoded(slot.planes) > 5, "FULL": _encoded(slot.planes) == 2,
     }
 
 
 def append_certified(slots: Sequence[WindowSlot], launcher: Launcher | None = None) -> list[torch.Tensor]:
-    """Append tokens to one or two slots that ``fits`` accepts, in one launch; returns the newest tokens as ``append_window_body``.
+    """Append tokens to one or two slots that ``fits`` accepts, in one launch; returns each slot's newest tokens, as ``append_window_body``.
 
-    ``launcher`` None launches at once.
+    ``launcher`` None starts the kernel immediately.
     """
     results = [slot.exact_newest() for slot in slots]
     APPEND_CERTIFIED.start(

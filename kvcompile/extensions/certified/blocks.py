@@ -21,12 +21,12 @@ _radius = aten(bounds.RADIUS)
 _rounding = aten(bounds.ROUNDING)
 
 def blocks(x: torch.Tensor) -> torch.Tensor:
-    """Return [..., T] as [..., N, 16]."""
+    """Return ``x`` [..., T] cut into blocks of 16 tokens, [..., N, 16]; T is a multiple of 16."""
     return x.unflatten(-1, (-1, BLOCK))
 
 
 class Masses(NamedTuple):
-    """The logits of each block as its largest, and the sum of exp of all relative to it; both [B, K, Q, N]."""
+    """Softmax mass of each block, as its largest logit ``peak`` and the sum ``weight`` of exp(logit - peak); both [B, K, Q, N]."""
 
     peak: torch.Tensor
     weight: torch.Tensor
@@ -38,7 +38,7 @@ class Masses(NamedTuple):
 
 
 def masses(logits: torch.Tensor) -> Masses:
-    """Return the masses of blocks of logits [B, K, Q, T], which are minus infinity for hidden tokens."""
+    """Return the masses of the blocks of ``logits`` [B, K, Q, T]; hidden tokens' logits are minus infinity."""
     by_block = blocks(logits)
     peak = by_block.amax(-1)
     at = torch.where(torch.isneginf(peak), 0, peak)
@@ -46,7 +46,9 @@ def masses(logits: torch.Tensor) -> Masses:
 
 
 class Notes(NamedTuple):
-    """Norms of each block, float64 [B, K, N]: of keys kappa (residual) and mu (full precision), of values eta (residual) and nu."""
+    """Each block's largest token norm, float64 [B, K, N], of four tensors: ``kappa`` of key residuals (full precision minus decoded),
+    ``mu`` of full-precision keys, ``eta`` of value residuals, ``nu`` of full-precision values.
+    """
 
     kappa: torch.Tensor
     mu: torch.Tensor
@@ -55,7 +57,10 @@ class Notes(NamedTuple):
 
 
 def norms(x_BKTD: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
-    """Return the largest |x_t|_2 of each block among the tokens ``of`` [B or 1, 1 or K, T], float64 [B, K, N], rounded up."""
+    """Return the largest norm |x_t|_2 of each block's tokens, float64 [B, K, N], rounded up; only tokens in the mask ``of`` count.
+
+    ``of``: bool [B or 1, 1 or K, T].
+    """
     each = torch.linalg.vector_norm(x_BKTD.to(torch.float64), dim=-1) * (1 + 2.0**-40)
     return blocks(torch.where(of, each, 0)).amax(-1)
 
@@ -63,9 +68,10 @@ def norms(x_BKTD: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
 def notes_of(
     key_notes: torch.Tensor, value_notes: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, alone: torch.Tensor, seen: torch.Tensor
 ) -> Notes:
-    """Return the norms of each block: stored ones (notes), or for blocks in the window (``alone`` [B or 1, 1, N]) of their tokens.
+    """Return the norms of each block: the stored notes, or for blocks wholly in the window the norms of their tokens.
 
-    Blocks in the window are in full precision, so their residuals are zero.
+    ``alone`` [B or 1, 1, N]: the blocks wholly in the window, which are in full precision, so their residuals are zero. ``seen``: the mask
+    of tokens that count.
     """
     kappa, mu = key_notes.to(torch.float64).unbind(-1)
     eta, nu = value_notes.to(torch.float64).unbind(-1)
@@ -86,9 +92,9 @@ class Deviations(NamedTuple):
 def deviations(
     scores: LogitInputs, steps: torch.Tensor, zeros: torch.Tensor, notes: Notes, live: torch.Tensor, alone: torch.Tensor
 ) -> Deviations:
-    """Return the deviations of theorems 1 and 6, zero for blocks that are not ``live``.
+    """Return the deviations of each block's logits by theorems 1 and 6, [B, K, Q, N], zero for blocks that are not ``live``.
 
-    ``steps`` and ``zeros``: [B, K, N, D] of the key codes.
+    ``steps`` and ``zeros``: [B, K, N, D] of the key codes. ``alone``: blocks wholly in the window, which have no codes.
     """
     radius = _radius(step=steps, zero=zeros.abs())
     radius = torch.where(live.any(2).unsqueeze(-1), radius, 0)
@@ -99,7 +105,10 @@ def deviations(
 def block_deviations(
     query: torch.Tensor, channels: torch.Tensor, notes: Notes, live: torch.Tensor, alone: torch.Tensor, scale: float, softcap: float
 ) -> Deviations:
-    """Return the deviations of each block's logits from ``channels`` [B, K, Q, N], sum_c |q_c| radius_c; ``query`` float32 [B, K, Q, D]."""
+    """Return the deviations of each block's logits from ``channels`` [B, K, Q, N], which holds sum_c |q_c| radius_c.
+
+    ``query``: float32 [B, K, Q, D]. ``live``: blocks with a visible token; ``alone``: blocks wholly in the window, which have no codes.
+    """
     query_norm = torch.linalg.vector_norm(query.to(torch.float64), dim=-1).unsqueeze(-1) * (1 + 2.0**-40)
     kappa, mu = notes.kappa.unsqueeze(2), notes.mu.unsqueeze(2)
     common = dict(query_norm=query_norm, mu=mu, scale=abs(scale), cap=softcap, peak=0.0)
@@ -110,7 +119,7 @@ def block_deviations(
 
 
 def biased(deviation: torch.Tensor, live: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
-    """Return a deviation plus the rounding of a bias added to logits up to |``top``| [B, K, Q]; zero for blocks not ``live``."""
+    """Return a logit's deviation, plus the rounding of a bias added to logits up to |``top``| [B, K, Q]; zero for blocks not ``live``."""
     peak = top.abs().to(torch.float64) + NEAR
     more = _rounding(kappa=0.0, mu=0.0, query_norm=0.0, scale=0.0, terms=0.0, cap=0.0, peak=peak)
     return torch.where(live, deviation + more.unsqueeze(-1), 0)

@@ -18,19 +18,20 @@ NONE = float("-inf")
 
 
 def ranked(disagree: torch.Tensor, entering: torch.Tensor) -> torch.Tensor:
-    """Return the failures of ``rank_fails`` as bits of ``Cause``."""
+    """Return two flags of ``rank_fails`` as bits of ``Cause``: RANK for ``disagree``, BOUNDARY for ``entering``."""
     return torch.where(disagree, int(Cause.RANK), 0) | torch.where(entering, int(Cause.BOUNDARY), 0)
 
 
 def rank_fails(
     coded: Masses, exact: Masses, delta: Deviations, known: torch.Tensor, tail: torch.Tensor, rank: int, agree: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Check the order of leading blocks (theorem 7). Returns two flags [B, K, Q]: the order disagrees, and a tail block may enter.
+    """Check the order of the leading blocks (theorem 7); return two flags [B, K, Q]: the order disagrees, and a tail block may belong to
+    them.
 
     The first flag: the ``rank`` leading blocks by codes are not those by full-precision keys (only with ``agree``). The second: a block of
-    the ``tail`` may have more mass than the last of them.
-    ``known``: blocks whose keys are exact, in the window or promoted; ``exact`` has their masses. Without a block of codes in the tail the
-    result does not depend on the order, and neither flag is set: ties are ordered by rounding alone.
+    the ``tail`` may have more mass than the least of those leading blocks. ``known``: blocks whose keys are exact, in the window or
+    promoted; ``exact`` has their masses. If the tail has no block of codes, the result does not depend on the order (equal masses are
+    ordered by rounding alone), and neither flag is set.
     """
     by_codes, by_originals = torch.where(known, coded.log, NONE), torch.where(known, exact.log, NONE)
     if not known.shape[-1]:
@@ -46,7 +47,9 @@ def rank_fails(
 
 
 def logits_differ(coded: torch.Tensor, exact: torch.Tensor, delta: Deviations, visible: torch.Tensor, guard: float) -> torch.Tensor:
-    """Return whether the logits of a token in each block [B, K, Q, N] differ by more than theorem 8 allows."""
+    """Return a flag per block, [B, K, Q, N]: some visible token's logit from codes differs from its exact logit by more than theorem 8
+    allows.
+    """
     apart = blocks(torch.where(visible, exact - coded, 0)).abs().amax(-1).to(torch.float64)
     return ~(apart <= _consistent(delta=delta.codes, own=delta.originals, guard=guard))
 
@@ -54,7 +57,8 @@ def logits_differ(coded: torch.Tensor, exact: torch.Tensor, delta: Deviations, v
 def notes_differ(
     decoded: torch.Tensor, originals: torch.Tensor, notes: tuple[torch.Tensor, torch.Tensor], of: torch.Tensor
 ) -> torch.Tensor:
-    """Return whether each block [B, K, N] has a norm, over the tokens ``of``, above its stored norm (note).
+    """Return a flag per block, [B, K, N]: the norm of one of its tokens in the mask ``of`` exceeds the norm stored for the block (its
+    note).
 
     ``notes``: stored norms of residuals and of full-precision tokens. A NaN note marks a block with NaN or Inf, which no code represents:
     there is nothing to compare, and the check passes.

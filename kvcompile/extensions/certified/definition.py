@@ -1,10 +1,10 @@
 """The definition of certified attention: attention over codes if the result is within its certificate, else over full-precision tokens.
 
-The eager body is the definition that the kernels are compared with. No branch depends on data and nothing is copied to the host: both
-sides of every decision are computed here and selected by flags; a kernel need not compute both.
+The eager body is the definition that the kernels are compared with. No branch depends on data and nothing is copied to the host: both sides
+of every decision are computed here and selected by flags; a kernel need not compute both.
 
 Operands besides those of ``attend`` (see ``lowering.ops``):
-    keys, values   planes codes, scales, zeros, notes of the certified stores; for values that are not encoded originals and notes
+    keys, values   the planes of codes, scales, zero points and notes; values that are stored without codes have originals and notes
     originals      the dense planes of tier 2, keys and values, [N, B, K, rows, D], in host or device memory; every token
     clock          int64 [1]: the number of the step, which decides the explored blocks
     policy         ``Certify.spec``
@@ -12,11 +12,11 @@ Results: the output [B, H, S, Dv]; the certificate, float32 [B, H, S, len(Figure
 
 Rungs. (1) Promotion of keys, widened to make its coverage certain and to keep the key budget. (2) Promotion of values. (3) A head falls
 back if the leading blocks are not certain, a budget is exceeded, or its certificate is not finite. (4) All heads of a batch row fall back
-if a block that was compared with its originals is not what was encoded: rows are requests, and one must not change another's result.
-A head that falls back has the result of ``attend`` over the originals with the scheme ``dense``, bit for bit. Its certificate is then
-the rounding alone, from the originals' own norms.
+if the stored codes or notes of a block do not match its originals: rows are requests, and one must not change another's result. A head that
+falls back has the result of ``attend`` over the originals with the scheme ``dense``, bit for bit. Its certificate is then the rounding
+alone, from the originals' own norms.
 
-A block that is partly in the window counts as codes throughout, which its notes bound; one that is wholly in it is exact.
+A block that is partly in the window counts as stored by codes throughout, which its notes bound; one that is wholly in it is exact.
 """
 
 from __future__ import annotations
@@ -50,7 +50,11 @@ class CodedAndExact(NamedTuple):
 
 
 class BlockVisibility(NamedTuple):
-    """Visible tokens [B, 1 or K, Q, T], and those before the window; blocks with a visible token; blocks wholly in the window."""
+    """Masks of the tokens and of the blocks that each query sees.
+
+    ``tokens`` [B, 1 or K, Q, T]: visible tokens; ``from_codes``: the visible tokens before the window. ``live``: blocks with a visible
+    token; ``alone``: blocks wholly in the window.
+    """
 
     tokens: torch.Tensor
     from_codes: torch.Tensor
@@ -71,7 +75,7 @@ def _tokens(
 def certified_step(
     rules: Certify, scheme: Certified, operands: AttendOperands[torch.Tensor], originals: Sequence[torch.Tensor], clock: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Attend over certified codes with policy and scheme as objects; returns output, figures and counters."""
+    """Attend over certified codes, with ``rules`` and ``scheme`` as objects; returns output, figures of the certificate, and counters."""
     q, keys, sinks = operands.q, operands.keys, operands.sinks
     B, H, S, _ = q.shape
     K = keys[0].shape[2]
@@ -133,7 +137,7 @@ def certified_step(
 
 def _check_tier_2(originals: Sequence[torch.Tensor], pages: int) -> None:
     """Raise Tier2Missing if the planes of tier 2 have fewer pages than the codes."""
-    for plane, what in zip(originals, ("original keys", "original values"), strict=True):
+    for plane, what in zip(originals, ("full-precision keys", "full-precision values"), strict=True):
         if plane.shape[0] < pages:
             raise Tier2Missing(expected=pages, found=plane.shape[0], what=what)
 
@@ -164,7 +168,9 @@ def _sides(
 
 
 def _differ(k: CodedAndExact, v: CodedAndExact, notes: Notes, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two flags per block, [B, K, 1, N]: norms of its keys, and of its values, exceed the stored ones over the tokens ``own``."""
+    """Return two flags per block, [B, K, 1, N]: over the tokens ``own``, norms of the block's keys, and of its values, exceed the stored
+    notes.
+    """
     keys = notes_differ(k.coded, k.exact, (notes.kappa, notes.mu), own)
     values = notes_differ(v.coded, v.exact, (notes.eta, notes.nu), own)
     return keys.unsqueeze(2), values.unsqueeze(2)
@@ -193,12 +199,15 @@ def _sight(
 
 
 def logits_of(read: torch.Tensor, logits: CodedAndExact) -> torch.Tensor:
-    """Return each block's logits, [B, K, Q, N, 16]: from its originals where ``read`` [B, K, Q, N], else from its codes."""
+    """Return the logits by block, [B, K, Q, N, 16]: from original keys for blocks flagged in ``read`` [B, K, Q, N], else from codes."""
     return torch.where(read.unsqueeze(-1), blocks(logits.exact), blocks(logits.coded))
 
 
 def _softmax(of: Masses, live: torch.Tensor, sink: torch.Tensor | None) -> tuple[Sum, torch.Tensor]:
-    """Return the masses relative to the largest logit, and that logit [B, K, Q]."""
+    """Return softmax masses of blocks, relative to each query's largest logit (the sink's included), and that logit [B, K, Q].
+
+    ``of``: each block's peak logit and sum of exponentials [B, K, Q, N]; ``live``: blocks with a visible token.
+    """
     top = of.peak.amax(-1)
     top = top if sink is None else torch.maximum(top, sink)
     top = torch.where(torch.isneginf(top), 0, top)
@@ -209,7 +218,10 @@ def _softmax(of: Masses, live: torch.Tensor, sink: torch.Tensor | None) -> tuple
 def _output(
     per_token: torch.Tensor, top: torch.Tensor, v: CodedAndExact, original: torch.Tensor, sink: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return softmax(logits) @ values, float64 [B, K, Q, Dv]: products within a block in float32, blocks added in float64."""
+    """Return softmax(logits) @ values, float64 [B, K, Q, Dv]: products within a block are summed in float32, blocks are added in float64.
+
+    ``original``: flags of the blocks whose values are used in full precision.
+    """
     weights = torch.exp(per_token - top[..., None, None])
     use = original.unsqueeze(-1)
     parts = []
@@ -227,7 +239,7 @@ def _dense_arithmetic(
     scores: LogitInputs, logits: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor, live: torch.Tensor,
     sink: torch.Tensor | None, dtype: torch.dtype, has_bias: bool,
 ) -> torch.Tensor:
-    """Return a bound on the rounding of the dense result, [B, K, Q]: float32 sums over all tokens in any order."""
+    """Return a bound on the rounding error of the fallback's result, [B, K, Q]: float32 sums over all tokens in any order."""
     everywhere = torch.ones((), dtype=torch.bool, device=k.device)
     nu, mu = norms(v, everywhere), norms(k, everywhere)
     none, steps = torch.zeros_like(mu), torch.zeros_like(k[:, :, ::BLOCK])

@@ -86,9 +86,9 @@ def certified_by_kernels(
     """Return output, figures and counters of ``definition.certified_step``, for operands that ``kernel_gap`` accepts.
 
     ``clock``: any dtype; its first element is the number of the step. The step is added to ``telemetry`` [1, B, K, 1, TELEMETRY].
-    ``launcher``: starts the kernels; None runs them at once.
+    ``launcher``: starts the kernels; None runs them immediately.
     """
-    for plane, what in zip(originals, ("original keys", "original values"), strict=True):
+    for plane, what in zip(originals, ("full-precision keys", "full-precision values"), strict=True):
         pages, _, _, rows, _ = operands.keys[0].shape
         if plane.shape[0] < pages or plane.shape[3] != rows:
             raise Tier2Missing(expected=pages, found=plane.shape[0], what=what)
@@ -112,7 +112,9 @@ def certified_by_kernels(
 
 
 class Chosen(NamedTuple):
-    """Flags of blocks [B, K, Q, N]: keys read in full precision, values read in full precision, and only explored ones; None for none."""
+    """Flags of blocks [B, K, Q, N]: full-precision keys are read (``read``), full-precision values are read (``values``), and
+    both are read only to check a certificate (``explored``; None if the scheme explores no blocks).
+    """
 
     read: torch.Tensor
     values: torch.Tensor
@@ -120,7 +122,9 @@ class Chosen(NamedTuple):
 
 
 class Staged(NamedTuple):
-    """A scratch [1, B, K, rows, D] as kernels read it: each block's slot in its set, int32 [B, K, N], -1 for none; its number of sets."""
+    """A scratch as kernels read it: ``held`` [1, B, K, rows, D]; ``found`` int32 [B, K, N], each block's slot in its set, -1 for none; and
+    the number of sets.
+    """
 
     held: torch.Tensor
     found: torch.Tensor
@@ -128,7 +132,9 @@ class Staged(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Partial sums of ``bound_sums`` of keys and of values, [B, K, Q, programs, columns], and the logit that they are relative to."""
+    """Partial sums of ``bound_sums`` for keys and for values, [B, K, Q, programs, columns], and ``top``, the logit subtracted in all
+    exponents.
+    """
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -187,19 +193,19 @@ class DeviceStep:
         self.counts = torch.empty(B, H, S, len(Count), dtype=torch.int32, device=q.device)
 
     def floats(self, *shape: int) -> torch.Tensor:
-        """Return uninitialized float32."""
+        """Return an uninitialized float32 tensor of ``shape`` on the queries' device."""
         return torch.empty(shape, dtype=torch.float32, device=self.q.device)
 
     def doubles(self, *shape: int) -> torch.Tensor:
-        """Return uninitialized float64."""
+        """Return an uninitialized float64 tensor of ``shape`` on the queries' device."""
         return torch.empty(shape, dtype=torch.float64, device=self.q.device)
 
     def flags(self, *shape: int) -> torch.Tensor:
-        """Return uninitialized flags, int8."""
+        """Return an uninitialized int8 tensor of ``shape``, for flags, on the queries' device."""
         return torch.empty(shape, dtype=torch.int8, device=self.q.device)
 
     def key_scores(self) -> None:
-        """Write logits, masses, deviations and notes of all blocks; each row's visible range and sink."""
+        """Write logits, masses, deviations and notes of all blocks into the step's buffers, and each row's visible range and sink."""
         from kvcompile.extensions.certified.kernels.key_scores import ROW_TILE, key_scores
 
         hi, lo, base, sinks = self.operands.hi, self.operands.lo, self.operands.base, self.operands.sinks
@@ -247,7 +253,9 @@ class DeviceStep:
     def united(
         self, chosen: torch.Tensor, values: torch.Tensor, explored: torch.Tensor | None, clock: torch.Tensor, explore: int
     ) -> torch.Tensor:
-        """Return flags of the blocks that any query head of a kv head has ``chosen``, plus the explored ones."""
+        """Return flags of the blocks that all query heads of a kv head read: those that any of them has ``chosen``,
+        and the explored ones.
+        """
         from kvcompile.extensions.certified.kernels.select_blocks import unite_blocks
 
         read = self.flags(*self.shape, self.blocks)
@@ -261,7 +269,10 @@ class DeviceStep:
         self, scratch: tuple[torch.Tensor, torch.Tensor] | None, originals: torch.Tensor, asked: torch.Tensor,
         explored: torch.Tensor | None, half: str, clock: torch.Tensor, telemetry: torch.Tensor | None,
     ) -> Staged | None:
-        """Copy the ``asked`` blocks into the scratch of keys or of values (``half``: "key" or "value"); None without a scratch."""
+        """Copy the blocks flagged in ``asked`` into the scratch of keys or of values, and return it; None without a scratch.
+
+        ``half``: "key" or "value".
+        """
         from kvcompile.extensions.certified.kernels.stage_blocks import stage_blocks
 
         if scratch is None:
@@ -280,7 +291,7 @@ class DeviceStep:
         return Staged(held, found, sets)
 
     def exact_scores(self, staged: Staged | None) -> Masses:
-        """Return the exact masses of the blocks on the rows' lists, and overwrite their logits with exact ones."""
+        """Return the exact masses of the blocks on the rows' lists, and overwrite the stored logits of these blocks with exact ones."""
         from kvcompile.extensions.certified.kernels.exact_scores import exact_scores
 
         q, keys, originals, found = self.q, self.keys, self.originals[0], self.masses()
@@ -296,7 +307,7 @@ class DeviceStep:
         return found
 
     def dense_scores(self) -> Masses:
-        """Return exact masses of all blocks of the rows that fall back, and write their logits and norms."""
+        """Return exact masses of all blocks of the rows that fall back, and write the logits and norms of these blocks."""
         from kvcompile.extensions.certified.kernels.exact_scores import dense_scores
 
         q, originals, found = self.q, self.originals[0], self.masses()
@@ -308,16 +319,18 @@ class DeviceStep:
         return found
 
     def masses(self) -> Masses:
-        """Return uninitialized masses of all blocks."""
+        """Return uninitialized masses of all blocks, for a kernel to write."""
         return Masses(self.floats(*self.shape, self.blocks), self.floats(*self.shape, self.blocks))
 
     def of_originals(self) -> dict[str, float | int]:
-        """Return the constants of kernels that read original keys."""
+        """Return the constants of kernels that read original keys, by name."""
         S = self.sizes["S"]
         return dict(self.sizes, SCALE=self.scale, D=self.q.shape[3], PER_PAGE=self.page // BLOCK, S2=1 << (S - 1).bit_length())
 
     def bound_sums(self, exact: Masses, chosen: Chosen) -> tuple[Chosen, Sums]:
-        """Return the sums of the certificate, and the flags with the values promoted by their budget, if it is finite."""
+        """Return the chosen blocks and the sums for the certificate; with a finite value budget further promoted values are among the
+        chosen blocks.
+        """
         rules, spend = self.rules, not math.isinf(self.rules.value_budget)
         found = self._bound_sums(exact, chosen, self.top, False)
         if not spend:
@@ -371,7 +384,9 @@ class DeviceStep:
         return Sums(keys, values, top)
 
     def ranked(self, coded: Masses, exact: Masses, read: torch.Tensor) -> torch.Tensor:
-        """Return the causes of ``checks.rank_fails`` for more than one leading block, int32 [B, K, Q]."""
+        """Return the failures that ``checks.rank_fails`` finds as bits of ``Cause``, int32 [B, K, Q]; used for more
+        than one leading block.
+        """
         causes = torch.empty(self.shape, dtype=torch.int32, device=read.device)
         self.launch.operator(
             certified_ranks, causes, self.at, *coded, *exact, read, self.delta, self.own, self.heads[1],
@@ -380,9 +395,9 @@ class DeviceStep:
         return causes
 
     def certify(self, sums: Sums, parts: torch.Tensor, causes: torch.Tensor | None) -> None:
-        """Write result, figures and counters, and flag the rows that fall back.
+        """Write every row's result, figures and counters, and flag the rows that fall back.
 
-        ``causes``: those of the rank check, computed before; None if the kernel computes them or there is no such check.
+        ``causes``: failures of the rank check as bits; None if the kernel computes them or there is no such check.
         """
         from kvcompile.extensions.certified.kernels.finish import certify
 
@@ -396,7 +411,7 @@ class DeviceStep:
         )
 
     def finalize(self, sums: Sums, parts: torch.Tensor, telemetry: torch.Tensor | None, scratch: Scratches) -> None:
-        """Write the results of rows that fall back, and the step's telemetry."""
+        """Overwrite ``result`` and the bounds in ``figures`` for rows that fall back, and add the step to ``telemetry``, if any."""
         from kvcompile.extensions.certified.kernels.finish import finalize
 
         B, K, Q = self.shape
@@ -411,7 +426,9 @@ class DeviceStep:
         )
 
     def rounding(self) -> dict[str, float | int]:
-        """Return the kernel constants of the output, by name: its rounding errors, its channels, and the partial results per load."""
+        """Return constants, by name, for the kernels that write the output: the rounding errors of its dtype, its channels, and the number
+        of partial results that one load reads.
+        """
         width, dtype = self.value_dim, self.q.dtype
         return dict(
             OUT_UNIT=head_bounds.OUTPUT_UNIT[dtype], OUT_TINY=head_bounds.OUTPUT_TINY[dtype] * math.sqrt(width), DV=width,
@@ -419,7 +436,9 @@ class DeviceStep:
         )
 
     def weighted_values(self, asked: torch.Tensor, staged: Staged | None) -> torch.Tensor:
-        """Return sum exp(logit - top) v in parts [parts, B, K, Q, Dv]; from originals for the blocks ``asked`` for."""
+        """Return sum_t exp(logit_t - top) v_t in parts to be added, [parts, B, K, Q, Dv]; blocks flagged in ``asked`` are read from
+        originals.
+        """
         from kvcompile.extensions.certified.kernels import weighted_values as kernels
 
         B, K, Q = self.shape
@@ -441,7 +460,7 @@ class DeviceStep:
         return parts
 
     def dense_values(self) -> torch.Tensor:
-        """Return the parts of the values' sums of rows that fall back, from originals alone."""
+        """Return the sums of ``weighted_values`` for rows that fall back, in parts, read from originals alone."""
         from kvcompile.extensions.certified.kernels.dense_fallback import dense_values
 
         originals, new_v, programs = self.originals[1], self.new_v, self.value_programs

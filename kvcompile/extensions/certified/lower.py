@@ -38,7 +38,10 @@ def lower_certified_site(*args: Any, **kwargs: Any) -> Any:
             operands = {name: operand for name, operand in given.items() if name not in {"keep", "bias"}}
             written = [given[name] for name in WRITTEN if given.get(name) is not None]
             return lower_launches(_launches, [operands], written)[0]
-        log.warning("certified attention runs its definition, which reads everything at every step: found %s", gap)
+        log.warning(
+            "certified attention runs in eager PyTorch, which reads all keys and values in full precision at every step, as its kernels "
+            "do not support: %s", gap,
+        )
     return fallback_handler(certified_site)(*(given.get(name) for name in names_of(certified_site)))
 
 

@@ -39,7 +39,7 @@ found."""
 
 
 class BlockRanking(NamedTuple):
-    """A stable descending argsort of blocks, and its inverse."""
+    """A stable descending order of blocks, [..., N]: the ``block`` at each rank, and each block's rank (``place``)."""
 
     block: torch.Tensor
     place: torch.Tensor
@@ -56,7 +56,7 @@ def descending(amounts: torch.Tensor) -> BlockRanking:
 
 
 def above(order: BlockRanking, amounts: torch.Tensor, budget: torch.Tensor | float) -> torch.Tensor:
-    """Return the number of leading blocks to promote so that the rest sums to at most ``budget``, [..., 1]."""
+    """Return how many leading blocks of ``order`` to promote so that the ``amounts`` of all others sum to at most ``budget``, [..., 1]."""
     # ~(x <= y), so that NaN is promoted.
     return (~(order.behind(amounts) <= budget)).sum(-1, keepdim=True)
 
@@ -126,7 +126,11 @@ def promote_keys(
 def estimates(
     coded: Masses, delta: Deviations, live: torch.Tensor, codes: torch.Tensor, nu: torch.Tensor, sinks: torch.Tensor | None
 ) -> Estimates:
-    """Return the amounts of blocks, from their masses by codes and their deviations; zero for blocks without codes, except ``share``."""
+    """Return for each block its share of the mass by int8 scores, an upper bound on its exact share, and its term of the key bound.
+
+    The last two are zero for blocks that are not stored as codes. ``delta``: bounds on the deviation of logits; ``nu``: largest norms of
+    values; ``sinks``: a logit that takes mass too.
+    """
     peak = coded.peak.amax(-1)
     peak = peak if sinks is None else torch.maximum(peak, sinks)
     top = torch.where(torch.isneginf(peak), 0, peak)
@@ -142,7 +146,7 @@ def estimates(
 
 
 def leading(amounts: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the indices of the ``count`` largest amounts, [..., count]; equal ones in the order of their blocks, NaN first.
+    """Return the indices of the ``count`` largest amounts, [..., count]; equal amounts in the order of their blocks, NaN first.
 
     Small counts take a few passes over the blocks instead of a sort.
     """

@@ -1,4 +1,7 @@
-"""``kvcompile::certified_ranks``: the rank check for more than one leading block, which no kernel supports, as a step between kernels."""
+"""``kvcompile::certified_ranks``: masses of blocks go in, the causes of heads whose leading blocks are in doubt are set in place.
+
+It runs in torch, between kernels: no kernel checks the order of several leading blocks.
+"""
 
 from __future__ import annotations
 

@@ -29,12 +29,13 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Mapping
 from typing import ClassVar
 
 import sympy
 import torch
 
-from kvcompile.errors import HalvesDiffer
+from kvcompile.errors import PairedSchemesDiffer
 from kvcompile.schemes.asymmetric import Axis, Kivi
 from kvcompile.schemes.base import AMAX, SPREAD, Planes, Scheme, require, require_divides
 from kvcompile.schemes.certificate.policy import DEFAULTS, parse_policy
@@ -95,7 +96,7 @@ def largest_norm(x_BKSD: torch.Tensor) -> torch.Tensor:
 
 
 def _sixteen_bits(x: torch.Tensor) -> torch.Tensor:
-    """Return the least float32 number of 16 significant bits that is not below a nonnegative x; NaN and Inf stay so."""
+    """Return x, nonnegative, rounded up to a float32 number of 16 significant bits; NaN and Inf are unchanged."""
     return ((x.view(torch.int32) + 0xFF) & ~0xFF).view(torch.float32)
 
 
@@ -105,13 +106,14 @@ class Certified(Scheme):
 
     group: int = 16
     certify: str = DEFAULTS
-    half: KeyOrValue = KeyOrValue.AUTO
+    key_or_value: KeyOrValue = KeyOrValue.AUTO
     tier2: Tier2 = Tier2.DEVICE
     scratch: int = 1024
     value_scratch: int = 256
     values: ValueStorage = ValueStorage.INT4
 
     name: ClassVar[str] = "certified"
+    renamed: ClassVar[Mapping[str, str]] = {"half": "key_or_value"}
     source: ClassVar[str] = "Runtime-Certified Bounded-Error Quantized Attention, sections 2.3 and 3.1"
     window = BLOCK
     attention: ClassVar[str] = "certified_site"
@@ -119,37 +121,40 @@ class Certified(Scheme):
     attention_writes_values: ClassVar[tuple[str, ...]] = (PLACES, SCRATCH)
     kernels: ClassVar[str | None] = "kvcompile.extensions.certified.plugin"
     warning: ClassVar[str | None] = (
-        "certified keeps the originals, beside the codes or (tier2=host) in pinned host memory, so it saves device memory with tier2=host "
-        "only; its kernels are for CUDA, and elsewhere every step reads everything"
+        "certified keeps full-precision keys and values next to the codes or (tier2=host) in pinned host memory, so it saves device memory "
+        "with tier2=host only; its kernels are for CUDA, and elsewhere every step reads everything"
     )
 
     def __post_init__(self) -> None:
         require(
             isinstance(self.group, int) and 8 <= self.group <= PAGE and PAGE % self.group == 0, self.name, "group",
-            f"a power of two from 8 to {PAGE}", self.group, "16 is the setting of the source",
+            f"a power of two from 8 to {PAGE}", self.group, "16 is the paper's setting",
         )
         require(isinstance(self.certify, str) and bool(self.certify), self.name, "certify", "text like v_tol:0.02/rank:1", self.certify,
-                "leave it out for the source's policy, or pass backend(certify=Certify(...))")
+                "leave it out for the paper's policy, or pass backend(certify=Certify(...))")
         if self.certify != DEFAULTS:
             parse_policy(self.certify)
-        require(isinstance(self.half, KeyOrValue), self.name, "half", "auto, key or value", self.half, "auto takes it from the slot")
+        require(
+            isinstance(self.key_or_value, KeyOrValue), self.name, "key_or_value", "auto, key or value", self.key_or_value,
+            "auto takes the role of the slot",
+        )
         require(isinstance(self.tier2, Tier2), self.name, "tier2", "device or host", self.tier2, "host is pinned memory, read over the bus")
         for option in ("scratch", "value_scratch"):
             blocks = getattr(self, option)
             require(
                 type(blocks) is int and 0 <= blocks <= MOST_SCRATCH and blocks % SET == 0, self.name, option,
                 f"a number of blocks of {BLOCK} tokens, a multiple of {SET} up to {MOST_SCRATCH}", blocks,
-                "0 leaves tier 2 to the bus; with tier2=device there is none",
+                "0 reads tier 2 over the bus at every step; tier2=device needs no scratch",
             )
         right = isinstance(self.values, ValueStorage)
-        require(right, self.name, "values", "int4 or full", self.values, "int4 is the setting of the source")
+        require(right, self.name, "values", "int4 or full", self.values, "int4 is the paper's setting")
 
     @classmethod
     def variants(cls) -> tuple[Scheme, ...]:
         return cls(), cls(values=ValueStorage.FULL)
 
     def for_role(self, role: Role) -> Certified:
-        return dataclasses.replace(self, half=self.half.for_role(role))
+        return dataclasses.replace(self, key_or_value=self.key_or_value.for_role(role))
 
     @property
     def block(self) -> int:
@@ -165,7 +170,7 @@ class Certified(Scheme):
         return Kivi(bits=4, group=self.group, window=max(self.group, BLOCK), axis=Axis.TOKEN)
 
     def _is_keys(self, slot: SlotSpec) -> bool:
-        return self.for_role(slot.role).half is KeyOrValue.KEY
+        return self.for_role(slot.role).key_or_value is KeyOrValue.KEY
 
     def coded(self, slot: SlotSpec) -> bool:
         """Return whether a slot's tokens are stored as codes, besides their originals."""
@@ -173,7 +178,7 @@ class Certified(Scheme):
 
     def check_pair(self, keys: Scheme, values: Scheme, latent: bool, path: str) -> None:
         if keys != values:
-            raise HalvesDiffer(scheme=self.name, keys=keys.spec(), values=values.spec(), path=path)
+            raise PairedSchemesDiffer(scheme=self.name, keys=keys.spec(), values=values.spec(), path=path)
         super().check_pair(keys, values, latent, path)
 
     def certifying(self, certify: str) -> Certified:
@@ -205,7 +210,7 @@ class Certified(Scheme):
         return Layout((*Layout((*grown, places)).windowed(slot, self.window).planes, *telemetry, scratch))
 
     def slots(self, slot: SlotSpec) -> int:
-        """Return the number of scratch slots for each kv head of a row, a multiple of a set; 0 without a scratch."""
+        """Return the number of scratch slots for each kv head of a batch row, a multiple of the 16 slots of a set; 0 without a scratch."""
         if self.tier2 is not Tier2.HOST or not self.coded(slot):
             return 0
         return self.scratch if self._is_keys(slot) else self.value_scratch
@@ -220,9 +225,9 @@ class Certified(Scheme):
 
     def encode(self, x_BKSD: torch.Tensor, *fixed: torch.Tensor) -> Planes:
         del fixed
-        assert self.half is not KeyOrValue.AUTO, "the role is not known here: call for_role(role) first"
+        assert self.key_or_value is not KeyOrValue.AUTO, "keys or values? call for_role(role) first"
         x = x_BKSD.to(torch.float32)
-        role = Role.KEY if self.half is KeyOrValue.KEY else Role.VALUE
+        role = Role.KEY if self.key_or_value is KeyOrValue.KEY else Role.VALUE
         slot = SlotSpec(x.shape[1], x.shape[3], x.dtype, role)
         if not self.coded(slot):
             # A residual of zero, or NaN if a value is not finite.

@@ -1,11 +1,11 @@
 """``kvcompile::certified_site``: certified attention with its telemetry, as one operation of a compiled graph.
 
-Its operands are those of ``attend``; all planes that grow (codes, scales, zeros, notes, originals; for values that are not encoded
-originals and notes); the newest tokens; and the telemetry plane, which every step adds to. If originals are in host memory, keys and values
-each also have the scratch and the plane of blocks' slots in it. The policy is that of the keys' scheme.
+Its operands are those of ``attend``; all planes that grow (codes, scales, zeros, notes, originals; only originals and notes for values that
+are stored without codes); the newest tokens; and the telemetry plane, which every step adds to. If originals are in host memory, keys and
+values each also have the scratch and the plane of blocks' slots in it. The policy is that of the keys' scheme.
 
-On CUDA it runs kernels (``device_step``); elsewhere, and for calls that the kernels do not support, the definition. In a compiled
-graph it stays one operation until Inductor lowers it (``lower``).
+On CUDA it runs kernels (``device_step``); elsewhere, and for calls that the kernels do not support, the definition. In a compiled graph it
+stays one operation until Inductor lowers it (``lower``).
 """
 
 from __future__ import annotations
@@ -58,11 +58,13 @@ class SiteOperands(Generic[T]):
         """The scheme of the site; the keys' scheme holds the policy of both keys and values."""
         scheme = schemes.parse(self.attend.key_scheme)
         assert isinstance(scheme, Certified)
-        return dataclasses.replace(scheme, half=KeyOrValue.AUTO)
+        return dataclasses.replace(scheme, key_or_value=KeyOrValue.AUTO)
 
     @property
     def codes(self) -> AttendOperands[T]:
-        """The operands with encoded planes only: codes, scales, zero points, notes; for values that are not encoded originals and notes."""
+        """The operands with encoded planes only: codes, scales, zero points, notes; originals and notes for values that are stored without
+        codes.
+        """
         values = self.attend.values
         return dataclasses.replace(self.attend, keys=self.attend.keys[:4], values=values[:4] if len(values) > 2 else values)
 
@@ -74,7 +76,7 @@ class SiteOperands(Generic[T]):
 
 
 def site_gap(operands: SiteOperands[torch.Tensor]) -> str | None:
-    """Return the reason why the kernels do not support a site, None if they do; for real tensors and fake ones."""
+    """Return the reason why the kernels do not support a site, None if the kernels support it; takes real tensors and fake ones."""
     return kernel_gap(operands.codes, operands.scheme)
 
 
@@ -89,7 +91,10 @@ def site_by_kernels(launcher: Launcher, operands: SiteOperands[torch.Tensor]) ->
 
 
 def certified_site_body(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """Return attention's result for the step that the telemetry counts, and add the step to it. The definition does not use the scratch."""
+    """Return attention's result for the step whose number the telemetry holds, and add the step to the telemetry, in place.
+
+    The definition does not use the scratch.
+    """
     operands: SiteOperands[torch.Tensor] = SiteOperands.of(args, kwargs)
     if operands.attend.q.device.type == "cuda" and site_gap(operands) is None:
         return site_by_kernels(Direct(cuda=True), operands)

@@ -65,11 +65,11 @@ ADDED_AT_ONCE = 16384
 
 
 def kernel_gap(operands: AttendOperands[torch.Tensor], scheme: Certified) -> str | None:
-    """Return the reason why the kernels do not support an attention, None if they do; for real tensors and fake ones."""
+    """Return the reason why the kernels do not support an attention, None if they support it; takes real tensors and fake ones."""
     q, keys, values, value_dim, group = operands.q, operands.keys, operands.values, operands.value_dim, scheme.group
     D, rows, page = q.shape[-1], q.shape[1] // keys[0].shape[2] * q.shape[2], keys[0].shape[3]
     if operands.keep is not None or operands.bias is not None or operands.softcap:
-        return "a mask other than from a first to a last position, a bias or a softcap"
+        return "a mask that is not one range of positions, a bias or a softcap"
     if not operands.exact_newest:
         return "no newest tokens in full precision"
     if not isinstance(rows, int) or rows > MOST_ROWS:
@@ -80,14 +80,17 @@ def kernel_gap(operands: AttendOperands[torch.Tensor], scheme: Certified) -> str
     if not isinstance(page, int) or page % (4 * BLOCK) or any(plane.shape[3] != page for plane in values[:-1]):
         return f"pages of {page} rows that are not four whole blocks of codes and values alike, or eight, or more"
     if any(plane.stride(-1) != 1 or plane.stride(-2) != plane.shape[-1] for plane in (*keys[:4], *values[:4])):
-        return "planes whose rows do not lie one after the other"
+        return "planes whose rows are not contiguous"
     if scheme.values is ValueStorage.FULL and values[0].dtype not in {torch.bfloat16, torch.float16}:
         return f"values of {values[0].dtype} that are no codes, which tensor cores do not multiply exactly"
     return None
 
 
 def _linear() -> tuple[float, float, float]:
-    """Return the printed radius of a key channel as three factors: of its step, of its zero point's magnitude, and of one."""
+    """Return (a, b, c) such that a key channel's decoding error, in kernels, is at most a * step + b * |zero point| + c.
+
+    They are the coefficients of ``bounds.RADIUS``, moved outwards for rounding.
+    """
     expression, outward = sympy.expand(bounds.RADIUS.expression), 1 + slack(bounds.RADIUS)
     parts = [expression.coeff(bounds.STEP), expression.coeff(bounds.ZERO), expression.subs({bounds.STEP: 0, bounds.ZERO: 0})]
     assert sympy.expand(expression - parts[0] * bounds.STEP - parts[1] * bounds.ZERO - parts[2]) == 0
@@ -100,7 +103,7 @@ RADIUS = _linear()
 
 
 def scorers(blocks: int, heads: int) -> tuple[int, int]:
-    """Return the programs of ``key_scores`` for a head, and the blocks of each; ``blocks`` may be symbolic, and no branch depends on it."""
+    """Return (programs of ``key_scores`` for a kv head, blocks per program); ``blocks`` may be symbolic, so nothing branches on it."""
     (least, most), programs = SPANS, max(1, SCORERS // heads)
     found = torch.sym_max(-(-blocks // most), torch.sym_min(-(-blocks // least), programs))
     return found, torch.sym_min(most, torch.sym_max(least, -(-blocks // programs)))

@@ -1,12 +1,13 @@
 """Allocation: the levels of largest total utility that fit into a number of bytes (section 5.1).
 
 A token begins at its least level (``ladder``). A step up is worth importance * (U(b') - U(b)) / (b' - b), which decreases along a token's
-steps. Steps are taken in descending order of worth, each if it still fits, so a dear step may be skipped and cheaper ones after it taken.
-Among equal steps the earlier one of the ladder comes first, then the one of the newer token. A token whose step was skipped stays there.
+steps. Steps are taken in descending order of worth, each if it still fits, so an expensive step may be skipped and cheaper later ones
+taken. Among equal steps the earlier one of the ladder comes first, then the one of the newer token. A token whose step was skipped stays
+there.
 
 The source's heap takes the steps in this order too. Here they are sorted once, and running sums find those that fit: after a step is
-skipped no other of its cost can fit, so there are as many sums as distinct costs. Shapes are fixed and nothing waits for the device.
-On CUDA a kernel finds the same levels by bisection (``MEANS``).
+skipped no other of its cost can fit, so there are as many sums as distinct costs. Shapes are fixed and nothing waits for the device. On
+CUDA a kernel finds the same levels by bisection (``MEANS``).
 
 The source claims (1 - 1/e) of the best utility (7.4). Greedy choice by worth per byte alone has no such bound under a knapsack: that takes
 partial enumeration, or the better of this and the best single step (Khuller et al. 1999, then 1/2 of (1 - 1/e)). The bound that holds here:
@@ -28,7 +29,9 @@ from kvcompile.schemes.adaptive import on_device
 
 @dataclass(frozen=True)
 class Terms:
-    """The token-independent inputs of a decision: bytes of each level, worth of each step per unit of importance, least importance."""
+    """The inputs of a decision that do not depend on tokens: bytes of each level, worth of each step to the next level per unit of
+    importance, least importance that counts.
+    """
 
     costs: tuple[int, ...]
     worths: tuple[float, ...]
@@ -36,12 +39,12 @@ class Terms:
 
     @staticmethod
     def of(cost: Cost, levels: Ladder, preference: LevelPreference) -> Terms:
-        """Return the bytes and worths of a ladder's levels, with the floor of ``preference``."""
+        """Return the terms of a ladder: its levels' bytes and steps' worths, with the floor of ``preference``."""
         return Terms(levels.costs(cost), levels.worths, preference.floor)
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """Bytes of each step."""
+        """The bytes that each step to the next level adds to a token."""
         return tuple(above - below for below, above in zip(self.costs, self.costs[1:], strict=False))
 
 
@@ -50,21 +53,23 @@ def allocate(
 ) -> torch.Tensor:
     """Return the level of every token, int8 [R, T], between ``low`` and ``high`` int8, for at most ``spend`` bytes per row, int64 [R].
 
-    Returns ``low`` if it alone exceeds the bytes. Absent tokens have -1 in both bounds, and in the result.
+    Returns ``low`` for a row whose ``low`` levels exceed its bytes. Absent tokens have -1 in both bounds, and in the result.
     """
     means = MEANS.get(importance_RT.device.type, by_sorting)
     return means(worth_of(importance_RT, terms), spend_R, terms, low_RT, high_RT)
 
 
 def worth_of(importance_RT: torch.Tensor, terms: Terms) -> torch.Tensor:
-    """Return importance as float32 for weighing steps: finite, at least the floor."""
+    """Return importance as a float32 factor of steps' worths, [R, T]: finite, at least the floor."""
     return importance_RT.to(torch.float32).nan_to_num(0.0, 0.0, 0.0).clamp(min=terms.floor)
 
 
 def by_sorting(
     value_RT: torch.Tensor, spend_R: torch.Tensor, terms: Terms, low_RT: torch.Tensor, high_RT: torch.Tensor
 ) -> torch.Tensor:
-    """Return what ``allocate`` returns, on any device: the definition. ``value``: the result of ``worth_of``."""
+    """Return the levels of ``allocate``, by torch operators on any device, which define them. ``value``: importance as ``worth_of`` returns
+    it.
+    """
     (rows, tokens), steps = value_RT.shape, len(terms.worths)
     device = value_RT.device
     left = (spend_R - spent(low_RT, terms)).unsqueeze(-1)
@@ -116,21 +121,24 @@ def spent(level_RT: torch.Tensor, terms: Terms) -> torch.Tensor:
 
 
 def looked_up(table: Sequence[float], level_RT: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a number for each token by its level; the first entry of the table is for level -1."""
+    """Return table[level + 1] for each token, [R, T]: the first entry is for level -1, an absent token."""
     return on_device(table, level_RT.device, dtype)[level_RT.to(torch.int64) + 1]
 
 
 def spendable(budget: float, tokens: int, steps: int, cost: Cost, widths: KeyValueWidths) -> int:
-    """Return the bytes that ``tokens`` tokens may take now, so that the budget holds after ``steps`` more enter at the largest widths."""
+    """Return the bytes that ``tokens`` tokens may take now so that the budget holds now and after ``steps`` tokens of the largest widths
+    entered.
+    """
     entering = cost.token(widths.keys[-1], widths.values[-1])
     allowed = budget * cost.dense
     return int(min(allowed * tokens, allowed * (tokens + steps) - entering * steps) + 1e-6)
 
 
 def binding_from(budget: float, protected: int, steps: int, cost: Cost, widths: KeyValueWidths) -> int | None:
-    """Return the number of tokens from which on a budget can be met; None if it never can.
+    """Return the least number of tokens for which ``budget`` can be met; None if it can be met for no number.
 
-    Fewer tokens are exempt: ``protected`` tokens have the largest widths, and so have up to ``steps`` that came since the last allocation.
+    With fewer tokens it cannot: ``protected`` tokens have the largest widths, and so have up to ``steps`` that came since the last
+    allocation.
     """
     entering, least = cost.token(widths.keys[-1], widths.values[-1]), cost.token(widths.keys[0], widths.values[0])
     allowed = budget * cost.dense

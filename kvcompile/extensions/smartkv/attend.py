@@ -52,7 +52,7 @@ def _tiles(operands: AttendOperands[torch.Tensor]) -> Iterator[tuple[int, Attend
 
 
 def _queries(operands: AttendOperands[torch.Tensor], start: int, stop: int) -> AttendOperands[torch.Tensor]:
-    """Return the operands for the queries from ``start`` to ``stop`` - 1."""
+    """Return the operands with only the queries from ``start`` to ``stop`` - 1, and their limits and masks."""
     some = slice(start, stop)
 
     def of(limit: torch.Tensor | None, dim: int) -> torch.Tensor | None:
@@ -76,7 +76,10 @@ class _Averages:
 
     @staticmethod
     def of(scheme: Smartkv, importance: torch.Tensor, heads: torch.Tensor, count: int) -> _Averages:
-        """Return averages that start from the planes; those per token are decayed already by the ``count`` queries to come."""
+        """Return averages that start from the planes ``importance`` and ``heads``, for ``count`` queries to come.
+
+        The averages per token are multiplied by decay ** ``count`` here, so that ``add`` needs only to add.
+        """
         rows = as_tokens(importance)[:, 0]
         measured = heads[0, :, :, 0, 0].clone()
         plain, by_heads = (rows * scheme.decay**count).unbind(-1)
@@ -86,12 +89,14 @@ class _Averages:
 
     @property
     def skipped(self) -> int:
-        """The number of first queries whose weight is negligible."""
+        """How many of the first queries are skipped because their weight in the averages, decay ** n, is negligible."""
         slowest = max(self.scheme.decay, self.scheme.head_decay)
         return max(0, self.count - math.ceil(math.log(COUNTS) / math.log(slowest))) if slowest > 0 else max(0, self.count - 1)
 
     def add(self, start: int, head: int, kv_heads: int, weights: torch.Tensor, total: torch.Tensor) -> None:
-        """Add one kv head's attention for a tile of queries, numbered from ``start``, as ``softmax_parts`` gives it."""
+        """Add to the averages one kv head's attention for a tile of queries, the first of them number ``start``; ``weights`` and ``total``
+        are as ``softmax_parts`` returns them.
+        """
         scheme, tokens = self.scheme, self.plain.shape[1]
         shares = torch.where(total == 0, 0, weights / total).to(torch.float32).nan_to_num(0.0, 0.0, 0.0)[..., :tokens]
         rows, _, count, held = shares.shape
@@ -119,7 +124,9 @@ class _Averages:
         return after
 
     def store(self, importance: torch.Tensor, heads: torch.Tensor) -> None:
-        """Write the averages of tokens and of heads into the planes ``importance`` and ``heads``; visible tokens get a least value."""
+        """Write the averages of tokens and of heads into the planes ``importance`` and ``heads``; a visible token gets at least a tiny
+        value.
+        """
         least = torch.where(self.seen, LEAST_IMPORTANCE, 0.0)
         averages = torch.stack([torch.maximum(self.plain, least), self.weighted], dim=-1)
         importance.copy_(averages.unflatten(1, (importance.shape[0], -1)).transpose(0, 1).unsqueeze(2))
@@ -135,7 +142,7 @@ def smartkv_attend_body(*args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def attend_by_definition(step: DecodeStepOperands) -> torch.Tensor:
-    """Return attention's result without kernels, and update the averages."""
+    """Return attention's result [B, H, S, Dv] by torch operators, and update the averages in their planes."""
     operands, importance, heads = step.attend, step.importance, step.heads
     keys, value_scheme = step.schemes
     q, tokens = operands.q, importance.shape[0] * importance.shape[3]
@@ -165,7 +172,7 @@ def _values(slot_buckets: Buckets, tokens: int, head: int) -> torch.Tensor:
 
 
 def smartkv_observe_body(*args: Any, **kwargs: Any) -> None:
-    """Update the averages by the attention of queries [B, H, S, D] to keys in one dense plane."""
+    """Update the planes of averages by the attention of queries [B, H, S, D] to keys in one dense plane; returns nothing."""
     given = named(smartkv_observe, args, kwargs)
     operands, importance, heads = attend_operands(given), given["importance"], given["heads"]
     compute = torch.promote_types(operands.q.dtype, torch.float32)
@@ -183,7 +190,7 @@ def smartkv_observe_body(*args: Any, **kwargs: Any) -> None:
 
 
 def _attend_meta(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """Return an empty tensor of the result's shape."""
+    """Return an empty tensor of the shape and dtype of attention's result, for fake tensors."""
     operands: AttendOperands[torch.Tensor] = attend_operands(named(smartkv_attend, args, kwargs))
     return operands.q.new_empty(*operands.q.shape[:3], operands.value_dim)
 

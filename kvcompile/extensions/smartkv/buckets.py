@@ -48,7 +48,10 @@ MEAN_DTYPE = torch.bfloat16
 
 @dataclass(frozen=True)
 class BucketFormat:
-    """The code format of a slot: bits of each level, frame of narrow codes; flags for keys, and for full-precision copies."""
+    """How a slot's tokens are encoded: the bits of each level (``widths``), and the frame of codes narrower than 8 bits.
+
+    ``keys``: whether the slot holds keys. ``kept``: whether full-precision copies are kept (tier 2).
+    """
 
     widths: tuple[int, ...]
     frame: Frame = Frame.TURNED
@@ -57,12 +60,12 @@ class BucketFormat:
 
     @property
     def turned(self) -> bool:
-        """Whether narrow codes are of rotated keys less their mean."""
+        """Whether codes narrower than 8 bits are made from rotated keys minus the keys' mean."""
         return self.keys and self.frame is Frame.TURNED
 
     @property
     def read(self) -> int:
-        """The number of leading planes that attention reads."""
+        """The number of planes that attention reads: all but ``originals``, which comes last."""
         return MEAN + self.turned + self.kept
 
 
@@ -71,17 +74,17 @@ ENTERED, ORIGINALS = "entered", "originals"
 
 
 def entered_spec(slot: SlotSpec) -> PlaneSpec:
-    """Return the plane of full-precision copies of entering tokens."""
+    """Return the spec of the plane ``entered``: full-precision copies of a slot's entering tokens."""
     return PlaneSpec(ENTERED, slot.dtype, slot.head_dim, originals=True)
 
 
 def originals_spec(slot: SlotSpec, host: bool) -> PlaneSpec:
-    """Return the plane of full-precision copies of settled tokens."""
+    """Return the spec of the plane ``originals``: full-precision copies of a slot's settled tokens; ``host``: in pinned host memory."""
     return PlaneSpec(ORIGINALS, slot.dtype, slot.head_dim, PAGE, Extent.STORE, host=host, tally=True, originals=True)
 
 
 def plane_specs(slot: SlotSpec, form: BucketFormat, scale_dtype: torch.dtype, host: bool = False) -> tuple[PlaneSpec, ...]:
-    """Return the planes of one slot, in the order of ``Buckets``; ``host``: keep copies of settled tokens in pinned host memory."""
+    """Return the specs of one slot's planes, in the order of ``Buckets``; ``host``: keep copies of settled tokens in pinned host memory."""
     own = Extent.STORE
     mean = (PlaneSpec("mean", MEAN_DTYPE, slot.head_dim, 1, Extent.ROW, tally=True),) if form.turned else ()
     return (
@@ -104,7 +107,9 @@ PAGES_BEHIND = 16
 
 @dataclass(frozen=True)
 class Bucket:
-    """A bucket: its level, bits and batch row, parts of codes [K, n, bytes], scales [K, n] and positions [n] int32; all are views."""
+    """The tokens of one batch row and one level: bits, codes [K, n, bytes] in the parts of ``codes.parts_of``, scales [K, n] and positions
+    ``where`` int32 [n]. All tensors are views of the slot's planes.
+    """
 
     level: int
     bits: int
@@ -119,11 +124,11 @@ class Bucket:
         return self.where.to(torch.int64)
 
     def coded(self, heads: slice = slice(None), index: torch.Tensor | slice = slice(None)) -> coder.Coded:
-        """Return the codes [K, n, bytes] and scales [K, n, 1] of some heads and tokens."""
+        """Return the codes [K, n, bytes] and scales [K, n, 1] of the given kv heads and indices within the bucket."""
         return torch.cat([each[heads][:, index] for each in self.codes], -1), self.scales[heads][:, index].unsqueeze(-1)
 
     def put(self, at: torch.Tensor, coded: coder.Coded, position: torch.Tensor) -> None:
-        """Write codes, scales and positions of tokens [K, n, ...] at indices ``at`` of the bucket."""
+        """Write tokens' codes and scales [K, n, ...] and positions [n] into the bucket, at its indices ``at``."""
         words, scales = coded
         for own, new in zip(self.codes, words.split([each.shape[-1] for each in self.codes], -1), strict=True):
             own[:, at] = new
@@ -133,10 +138,10 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Buckets:
-    """The planes of one slot as the module describes them; ``mean`` is None unless narrow codes are rotated, the last two are None without
-    tier 2.
+    """The planes of one slot, as the module's text lists them. ``mean`` is None unless narrow codes are rotated; ``entered`` and
+    ``originals`` are None without tier 2.
 
-    ``originals`` is None too in attention, which does not get that plane.
+    ``originals`` is also None in attention, which is not given that plane.
     """
 
     entering: coder.Coded
@@ -152,7 +157,7 @@ class Buckets:
 
     @staticmethod
     def of(planes: Planes, form: BucketFormat) -> Buckets:
-        """Return the record of a slot's planes; planes after them are ignored."""
+        """Return a slot's leading planes as a record; planes beyond those of ``form`` are ignored."""
         read = form.read
         mean, kept = planes[read - 1] if form.turned else None, planes[read] if form.kept and len(planes) > read else None
         entered = planes[FIRST] if form.kept else None
@@ -161,22 +166,22 @@ class Buckets:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """The bits of each level."""
+        """The bits of a code at each level, lowest level first."""
         return self.form.widths
 
     @property
     def planes(self) -> Planes:
-        """The planes in the order of the layout."""
+        """The planes that are not None, in the order of the layout."""
         own = (*self.growing, self.first, self.ends, self.scales, self.where, self.pool)
         return (*own, *(plane for plane in (self.mean, self.originals) if plane is not None))
 
     @property
     def growing(self) -> Planes:
-        """The planes of entering tokens."""
+        """The planes of entering tokens: codes, scales, and with tier 2 ``entered``."""
         return self.entering if self.entered is None else (*self.entering, self.entered)
 
     def entered_as(self, growing: Planes) -> Buckets:
-        """Return the slot with other planes of entering tokens."""
+        """Return a copy of the record with the planes of entering tokens replaced by ``growing``."""
         codes, scales, *kept = growing
         return replace(self, entering=(codes, scales), entered=kept[0] if kept else None)
 
@@ -197,18 +202,18 @@ class Buckets:
 
     @functools.cached_property
     def counts(self) -> tuple[tuple[int, ...], ...]:
-        """Tokens of each level of each batch row. Waits for the device."""
+        """The number of settled tokens by batch row and level, counts[row][level]. Waits for the device."""
         ends = self.ends[0, :, 0, 0, : len(self.widths)].flatten().tolist()
         sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
         return tuple(tuple(sizes[at : at + len(self.widths)]) for at in range(0, len(sizes), len(self.widths)))
 
     @functools.cached_property
     def parts(self) -> tuple[Bucket, ...]:
-        """The buckets, row by row. Waits for the device."""
+        """The buckets as views of the planes: all levels of batch row 0, then of row 1. Waits for the device."""
         return self.parts_of(self.counts)
 
     def parts_of(self, counts: Sequence[Sequence[int]]) -> tuple[Bucket, ...]:
-        """Return the buckets, row by row, from the known numbers of tokens by row and level, without a wait."""
+        """Return the buckets as views of the planes, from the number of tokens by batch row and level. Does not wait for the device."""
         found, place = [], 0
         codes, scales, where = self.pool.flatten(), self.scales.flatten(), self.where.flatten()
         begins = iter(pool_rows(counts, self.widths, self.heads, self.head_dim))
@@ -226,7 +231,10 @@ class Buckets:
         return tuple(found)
 
     def histogram(self, count: int, first: int) -> dict[int, int]:
-        """Return the first ``count`` tokens of all rows counted by bits, {bits: tokens}. ``first``: the value of the plane ``first``."""
+        """Return the number of tokens stored at each width, {bits: tokens}, among all rows' first ``count`` tokens.
+
+        ``first``: the value of the plane ``first``; tokens from that position on are entering, at 8 bits.
+        """
         found = {ENTERING: self.rows * max(count - first, 0)}
         for of_row in self.counts:
             for bits, number in zip(self.widths, of_row, strict=True):
@@ -234,27 +242,33 @@ class Buckets:
         return {bits: number for bits, number in sorted(found.items()) if number}
 
     def plain(self, coded: coder.Coded, bits: int, row: int, heads: slice = slice(None)) -> torch.Tensor:
-        """Return the values, float32 [K, n, D], of codes of some heads of a batch row."""
+        """Return the decoded values, float32 [K, n, D], of codes of ``bits`` bits that belong to some heads of a batch row.
+
+        Codes narrower than 8 bits of rotated keys are rotated back, and the keys' mean is added.
+        """
         found = coder.decode(coded, bits)
         if self.mean is None or bits == ENTERING:
             return found
         return coder.turned(found) + self.mean[0, row, heads].to(torch.float32)
 
     def narrowed(self, coded: coder.Coded, bits: int, to: int, row: int) -> coder.Coded:
-        """Return codes of ``to`` bits made from codes [K, n, bytes] of ``bits`` bits of a batch row, all heads."""
+        """Re-encode codes [K, n, bytes] of all heads of a batch row from ``bits`` to ``to`` bits; returns the new codes and scales."""
         if self.mean is None or bits != ENTERING:
             return coder.narrower(coded, bits, to, self.form.frame)
         return self.coded(coder.decode(coded, bits), to, row)
 
     def coded(self, x: torch.Tensor, bits: int, row: int) -> coder.Coded:
-        """Return the codes of values [K, n, D] of a batch row, all heads."""
+        """Encode values [K, n, D] of all heads of a batch row at ``bits`` bits; returns codes and scales."""
         if self.mean is not None and bits != ENTERING:
             x = coder.turned(x - self.mean[0, row].to(torch.float32))
         return coder.encode(x, bits, self.scales.dtype, self.form.frame)
 
 
 def pool_rows(counts: Sequence[Sequence[int]], widths: tuple[int, ...], heads: int, head_dim: int) -> list[int]:
-    """Return the first row of the pool of each bucket, and after them the number of rows."""
+    """Return each bucket's first row of the plane ``pool``, bucket by bucket, then the number of rows that all buckets take.
+
+    ``counts``: tokens by batch row and level; ``heads``: kv heads.
+    """
     found = [0]
     for of_row in counts:
         for bits, count in zip(widths, of_row, strict=True):
@@ -277,14 +291,19 @@ def with_pool_rows(ends_LBn: torch.Tensor, widths: tuple[int, ...], heads: int, 
 
 @dataclass(frozen=True)
 class PlaneLengths:
-    """Lengths of planes: rows of the pool, and tokens of ``scales`` and ``where``."""
+    """Lengths of a slot's planes of settled tokens: ``rows`` of the plane ``pool``, and ``tokens`` entries of each of ``scales`` and
+    ``where``.
+    """
 
     rows: int
     tokens: int
 
     @staticmethod
     def of(counts: Sequence[Sequence[int]], like: Buckets) -> PlaneLengths:
-        """Return the lengths that the given numbers of tokens by row and level need."""
+        """Return the least lengths of planes that hold the given numbers of settled tokens, by batch row and level.
+
+        ``like``: buckets with the same widths, kv heads and head dim.
+        """
         return PlaneLengths(pool_rows(counts, like.widths, like.heads, like.head_dim)[-1], sum(map(sum, counts)))
 
 
@@ -322,7 +341,7 @@ def empty(slot_buckets: Buckets, pages: int) -> Planes:
 
 
 def with_room(slot_buckets: Buckets, pages: int) -> Buckets:
-    """Return the slot with ``pages`` pages for entering tokens, or with twice its pages if that is more, to change planes rarely."""
+    """Return the slot with at least ``pages`` pages for entering tokens; if pages are added, their number at least doubles."""
     held = slot_buckets.entering[0].shape[0]
     if pages <= held:
         return slot_buckets
@@ -337,12 +356,17 @@ def grown(plane: torch.Tensor, pages: int) -> torch.Tensor:
 
 
 def pages_by_position(pages: int) -> int:
-    """Return the number of pages to give a plane by position that needs ``pages``: some slack, so that few steps change it."""
+    """Return how many pages to allocate for a plane indexed by position that needs ``pages``: 1/16 more, so that few
+    steps reallocate it.
+    """
     return pages + pages // PAGES_BEHIND
 
 
 def made(slot_buckets: Buckets, ends: torch.Tensor, first: torch.Tensor, room: PlaneLengths) -> Buckets:
-    """Return buckets with planes of the given lengths, nothing written to them, and no entering token; ``ends``: the plane of that name."""
+    """Return a slot whose planes of settled tokens are new, zeroed and of the lengths ``room``, without entering tokens.
+
+    ``ends`` and ``first``: the contents of the planes of these names.
+    """
     return replace(
         slot_buckets.entered_as(empty(slot_buckets, 0)), first=first, ends=ends.clone(),
         scales=slot_buckets.scales.new_zeros(room.tokens, *slot_buckets.scales.shape[1:]),
@@ -364,7 +388,7 @@ def cut(slot_buckets: Buckets, count: int) -> Buckets:
 
 
 def of_rows(slot_buckets: Buckets, rows: torch.Tensor) -> Buckets:
-    """Return the slot with the given batch rows, in their order, codes unchanged. Waits for the device."""
+    """Return the slot with only the batch rows ``rows``, in that order, codes unchanged. Waits for the device."""
     number = len(slot_buckets.widths)
     picked = [
         [(part, torch.arange(part.scales.shape[1], device=rows.device)) for part in slot_buckets.parts[row * number : (row + 1) * number]]
@@ -378,7 +402,11 @@ def of_rows(slot_buckets: Buckets, rows: torch.Tensor) -> Buckets:
 
 
 def _chosen(slot_buckets: Buckets, picked: list[list[tuple[Bucket, torch.Tensor]]], first: torch.Tensor) -> Buckets:
-    """Return new buckets of chosen tokens: for each row and level, an old bucket and indices into it."""
+    """Return new buckets with copies of some settled tokens of ``slot_buckets``.
+
+    ``picked[row][level]``: the bucket to copy that bucket of the result from, and the indices of its tokens to copy, in order. ``first``:
+    the plane ``first`` of the result.
+    """
     counts = [[len(index) for _, index in of_row] for of_row in picked]
     sizes = torch.tensor(counts, dtype=torch.int32, device=slot_buckets.ends.device).view(len(picked), len(slot_buckets.widths))
     ends = sizes.flatten().cumsum(0, dtype=torch.int32).view(1, *sizes.shape)

@@ -37,7 +37,7 @@ class KeyValueWidths:
             if not widths or tuple(sorted(set(widths))) != widths or not set(widths) <= set(WIDTHS):
                 raise BadOption(
                     scheme="smartkv", option=f"{name} widths", expected=f"some of {WIDTHS}, ascending", found=widths,
-                    todo="keys of (3, 4, 8) and values of (2, 3, 4, 8) are what the source suggests",
+                    todo="keys of (3, 4, 8) and values of (2, 3, 4, 8) are what the paper suggests",
                 )
 
     def __iter__(self):  # type: ignore[no-untyped-def]
@@ -53,7 +53,9 @@ def _key_or_value_bytes(heads: int, head_dim: int, bits: int, scale_bytes: int) 
 
 @dataclass(frozen=True)
 class Cost:
-    """Byte costs of one layer's tokens, from kv heads, head dim, bytes of a scale, and the bytes ``beside`` the codes at any width."""
+    """Byte costs of one layer's tokens: ``heads`` kv heads, ``scale_bytes`` per scale, and ``beside``, the bytes of a token that do not
+    depend on its widths.
+    """
 
     heads: int
     head_dim: int
@@ -65,7 +67,7 @@ class Cost:
         return _key_or_value_bytes(self.heads, self.head_dim, bits, self.scale_bytes)
 
     def token(self, keys: int, values: int) -> int:
-        """Return the stored bytes of one token at given widths of its keys and values."""
+        """Return the stored bytes of one token, with ``keys`` and ``values`` bits per channel."""
         return self.key_or_value(keys) + self.key_or_value(values) + self.beside
 
     @property
@@ -74,15 +76,15 @@ class Cost:
         return int(DENSE_BYTES.subs({HEADS: self.heads, HEAD_DIM: self.head_dim}))
 
     def least(self, widths: KeyValueWidths) -> float:
-        """Return the smallest budget that can be met: every token at its least widths."""
+        """Return the smallest budget that can be met, as a fraction of the bytes in 16 bits: with every token at its least widths."""
         return self.token(widths.keys[0], widths.values[0]) / self.dense
 
     def most(self, widths: KeyValueWidths) -> float:
-        """Return the budget above which nothing is gained: every token at its largest widths."""
+        """Return the largest useful budget, as a fraction of the bytes in 16 bits: with every token at its largest widths."""
         return self.token(widths.keys[-1], widths.values[-1]) / self.dense
 
     def check(self, budget: float, widths: KeyValueWidths) -> None:
-        """Raise BadOption if the budget is below the least."""
+        """Raise BadOption if ``budget`` is below ``least(widths)``."""
         least = self.least(widths)
         if not budget >= least:
             raise BadOption(
@@ -93,7 +95,7 @@ class Cost:
 
 
 def _above(least: float) -> float:
-    """Return the number rounded up to two decimals."""
+    """Return ``least`` rounded up to two decimals."""
     return math.ceil(round(least * 100, 10)) / 100
 
 
@@ -113,8 +115,8 @@ class Phases:
 def layer_budgets(budget: float, weights: Sequence[float], least: float, most: float) -> list[float]:
     """Return a budget for each layer, in proportion to its weight between ``least`` and ``most``, with mean ``budget`` (10.2).
 
-    A layer clamped to ``least`` or ``most`` changes the shares of the others, so that the mean is met; a ``budget`` outside of the two is
-    clamped for all layers. Raises BadOption unless all weights are positive.
+    A layer clamped to ``least`` or ``most`` changes the shares of the others, so that the mean is met; a ``budget`` below ``least`` or
+    above ``most`` is clamped for all layers. Raises BadOption unless all weights are positive.
     """
     if not all(weight > 0 for weight in weights):
         raise BadOption(

@@ -15,7 +15,7 @@ def interval(layer: int, tokens: int, base: int = 16) -> int:
 def percentiles(importance_RT: torch.Tensor, keep_RT: torch.Tensor | None = None) -> torch.Tensor:
     """Return each token's rank: the share of tokens that are less important, in [0, 1), float32 [R, T]. Equal tokens have equal ranks.
 
-    Tokens outside ``keep`` have rank 0 and do not count. None keeps all.
+    ``keep`` bool [R, T]: tokens where it is False get rank 0 and do not count in the ranks of others; None keeps all tokens.
     """
     keep = torch.ones_like(importance_RT, dtype=torch.bool) if keep_RT is None else keep_RT
     held = torch.where(keep, importance_RT, float("-inf")).contiguous()
@@ -28,7 +28,7 @@ def percentiles(importance_RT: torch.Tensor, keep_RT: torch.Tensor | None = None
 def divergence(now_RT: torch.Tensor, before_RT: torch.Tensor, common_RT: torch.Tensor) -> torch.Tensor:
     """Return KL(now | before) in nats between two importances, each normalised to a distribution over the ``common`` tokens, float32 [R].
 
-    Over all tokens it would be infinite as soon as one is new.
+    ``common`` bool [R, T]: tokens present both times. Over all tokens the divergence would be infinite as soon as one of them is new.
     """
     p, q = (torch.where(common_RT, item, 0.0).to(torch.float32) + EPSILON * common_RT for item in (now_RT, before_RT))
     p, q = (item / item.sum(-1, keepdim=True).clamp(min=EPSILON) for item in (p, q))
@@ -40,8 +40,8 @@ def drifted(
 ) -> torch.Tensor:
     """Return whether each row's importance has drifted since the last allocation, bool [R].
 
-    It has if the divergence exceeds ``tau`` nats, or if the ranks of more than ``share`` of the ``common`` tokens changed by ``moved`` or
-    more.
+    A row has drifted if the divergence exceeds ``tau`` nats, or if the ranks of more than ``share`` of the ``common`` tokens changed by
+    ``moved`` or more.
     """
     apart = (percentiles(now_RT, common_RT) - percentiles(before_RT, common_RT)).abs() >= moved
     count = common_RT.sum(-1).clamp(min=1)

@@ -46,7 +46,9 @@ Coded = tuple[torch.Tensor, torch.Tensor]
 
 
 class Frame(enum.Enum):
-    """The frame of narrow codes: TURNED subtracts the keys' mean, rotates and gives scales a sign; SOURCE encodes as the source does."""
+    """The coordinates in which codes narrower than 8 bits are made: TURNED subtracts the keys' mean, rotates, and gives scales a sign;
+    SOURCE encodes keys as they are, with positive scales, as the paper does.
+    """
 
     TURNED = "turned"
     SOURCE = "source"
@@ -68,13 +70,17 @@ def channels(x: torch.Tensor) -> torch.Tensor:
 
 
 def parts_of(bits: int, head_dim: int) -> tuple[int, ...]:
-    """Return the bytes of a head's codes in each separately stored part of a width."""
+    """Return the bytes per token and head of each separately stored part of codes of ``bits`` bits: one part, or two for 3 bits."""
     run = head_dim // RUNS
     return (2 * run, run) if bits == 3 else (bits * run,)
 
 
 def encode(x: torch.Tensor, bits: int, scale_dtype: torch.dtype = torch.float16, frame: Frame = Frame.TURNED) -> Coded:
-    """Return codes and scales of tokens [..., D], each scaled by its own largest magnitude; 8 must divide D."""
+    """Encode tokens ``x`` [..., D] at ``bits`` bits per channel; returns the packed codes and each token's scale. 8 must divide D.
+
+    A scale follows from the token's largest magnitude. Codes of fewer than 8 bits in Frame.TURNED have a scale with a sign
+    (``_signed_scale``), all others a positive one.
+    """
     x = x.to(torch.float32)
     half = 1 << (bits - 1)
     if bits == ENTERING or frame is Frame.SOURCE:
@@ -86,7 +92,7 @@ def encode(x: torch.Tensor, bits: int, scale_dtype: torch.dtype = torch.float16,
 
 
 def decode(coded: Coded, bits: int) -> torch.Tensor:
-    """Return the values, float32 [..., D], of the result of ``encode``."""
+    """Return the values, float32 [..., D], of codes and scales as ``encode`` returns them."""
     words, scale = coded
     if bits == ENTERING:
         codes = (words ^ 128).to(torch.int32) - 128
@@ -96,14 +102,17 @@ def decode(coded: Coded, bits: int) -> torch.Tensor:
 
 
 def narrower(coded: Coded, bits: int, to: int, frame: Frame = Frame.TURNED) -> Coded:
-    """Return codes of ``to`` bits made from wider codes of ``bits`` bits. Raises ValueError unless ``to`` is smaller."""
+    """Re-encode codes of ``bits`` bits at ``to`` bits; returns codes and scales. Raises ValueError unless ``to`` is smaller."""
     if to >= bits:
-        raise ValueError(f"codes of {bits} bits cannot become codes of {to}: a promotion reads the original, not the codes")
+        raise ValueError(f"codes of {bits} bits cannot become codes of {to}: more bits need the full-precision values, not the codes")
     return encode(decode(coded, bits), to, coded[1].dtype, frame)
 
 
 def _signed_scale(x: torch.Tensor, half: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the scale that maps the channel of largest magnitude to -``half``; the positive channel decides if two differ only in sign."""
+    """Return each token's scale [..., 1], with the sign that maps its channel of largest magnitude to the code -``half``.
+
+    If two channels of that magnitude differ in sign the positive one decides.
+    """
     high, low = x.amax(-1, keepdim=True), x.amin(-1, keepdim=True)
     top = torch.maximum(high, -low)
     exact = torch.where(torch.isfinite(top), top * (1 / half), torch.full_like(top, float("nan")))
@@ -112,7 +121,7 @@ def _signed_scale(x: torch.Tensor, half: int, dtype: torch.dtype) -> torch.Tenso
 
 
 def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return codes raised by 2^(b-1), int32 [..., 8, c], packed into bytes [..., c * bits]."""
+    """Pack codes that are raised by 2^(b-1), int32 [..., 8, c], into bytes [..., c * bits]."""
     if bits == 3:
         run = codes.unbind(-2)
         words = run[0] | (run[1] << 3) | (run[2] << 6) | (run[3] << 9) | (run[4] << 12) | ((run[7] >> 2) << 15)
@@ -129,13 +138,13 @@ def _bytes(words: torch.Tensor) -> torch.Tensor:
 
 
 def _words(some: torch.Tensor, number: int) -> torch.Tensor:
-    """Return the 16-bit words [..., number, c] of bytes."""
+    """Return 16-bit words, int32 [..., number, c], from bytes ``some``; the inverse of ``_bytes``."""
     pairs = some.unflatten(-1, (number, -1, 2))
     return pairs[..., 0] | (pairs[..., 1] << 8)
 
 
 def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return raised codes, int32 [..., 8, c], of bytes, int32 [..., c * bits]."""
+    """Return codes that are raised by 2^(b-1), int32 [..., 8, c], from bytes, int32 [..., c * bits]; the inverse of ``_packed``."""
     if bits == 3:
         size = 2 * (words.shape[-1] // 3)
         whole = _words(words[..., :size], 1)[..., 0, :]
@@ -148,11 +157,10 @@ def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def turned(x: torch.Tensor) -> torch.Tensor:
-    """Return tokens [..., D] times a symmetric orthogonal matrix, its own inverse: a Hadamard matrix over the runs and over blocks of each
-    run.
+    """Return tokens [..., D] rotated: times a symmetric orthogonal matrix, so a second call rotates back.
 
-    A block's size is the largest power of two that divides a run. Computed as sums of two elements each, so that a token's rounding does
-    not depend on the other tokens of the tensor.
+    The matrix is a Hadamard matrix over the eight runs, times one over blocks of each run. A block's size is the largest power of two that
+    divides a run. Computed as sums of two elements each, so that a token's rounding does not depend on the other tokens of the tensor.
     """
     y = runs(x.to(torch.float32))
     order = y.shape[-1] & -y.shape[-1]

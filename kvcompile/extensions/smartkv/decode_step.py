@@ -51,7 +51,7 @@ class DecodeStepOperands:
 
 
 def step_gap(step: DecodeStepOperands) -> str | None:
-    """Return the reason why the kernels do not support a step, None if they do; for real tensors and fake ones."""
+    """Return the reason why the kernels do not support a step, None if the kernels support it; takes real tensors and fake ones."""
     q, planes = step.attend.q, step.attend.keys
     H, S, D, K = q.shape[1], q.shape[2], q.shape[3], planes[0].shape[2]
     if not all(isinstance(size, int) for size in (H, S, D, K)):
@@ -59,7 +59,7 @@ def step_gap(step: DecodeStepOperands) -> str | None:
     if S > QUERIES or S * (H // K) > ROWS:
         return f"{S} queries of {H // K} heads a kv head, where they take {QUERIES} and {ROWS} rows"
     if step.schemes[0].measure is not Measure.PEAK:
-        return f"measure={step.schemes[0].measure.value}, where they know peak"
+        return f"measure={step.schemes[0].measure.value}, where the kernels support peak only"
     if q.dtype not in DTYPES or D > 256:
         return f"queries of {q.dtype} and {D} channels"
     return None
@@ -68,7 +68,7 @@ def step_gap(step: DecodeStepOperands) -> str | None:
 def step_by_kernels(launcher: Launcher, step: DecodeStepOperands, tells: bool = True) -> torch.Tensor:
     """Return the result [B, H, S, D] of a step for which ``step_gap`` is None; ``launcher`` starts its kernels.
 
-    ``tells``: whether to update importance; False lets a benchmark measure its cost.
+    ``tells``: whether to update importance; a benchmark passes False to measure what the update costs.
     """
     operands = step.attend
     q, (key, value) = operands.q, step.schemes
@@ -112,7 +112,7 @@ def step_by_kernels(launcher: Launcher, step: DecodeStepOperands, tells: bool = 
 
 
 def _splits(rows: Any, kv_heads: int) -> int:
-    """Return the number of splits of a row's tokens, a power of two; for a symbolic batch, that of a batch of four."""
+    """Return the number of splits into which a row's tokens are divided, a power of two; for a symbolic batch, that of a batch of four."""
     pairs = rows * kv_heads if isinstance(rows, int) else 4 * kv_heads
     return int(triton.next_power_of_2(max(1, min(SPLITS, PROGRAMS // pairs))))
 

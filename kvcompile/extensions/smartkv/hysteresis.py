@@ -3,8 +3,8 @@
 A token's rank is the share of tokens that are less important. A token is free to change after ``checks`` consecutive allocations at which
 its rank was at least ``moved`` away from the rank of its last decision. In the source a token is free only under that rule, so the first
 allocation never happens: a token that is always first stays at the least width. Here a token without a decision is free as well, and all
-tokens are free if holding the others exceeds the budget or costs more than a set share of the reachable utility. Otherwise new tokens
-would take all bytes that a growing cache may spend, whatever their importance.
+tokens are free if keeping the other tokens' widths exceeds the budget or costs more than a set share of the reachable utility. Otherwise
+new tokens would take all bytes that a growing cache may spend, whatever their importance.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ MOST_AWAY = 6
 
 @dataclass(frozen=True)
 class Decided:
-    """Each token's rank at its last decision, float32 [R, T], NaN if it had none; and its consecutive checks away from that rank, int8."""
+    """Each token's rank when its width was last decided, float32 [R, T], NaN if never (``rank``).
+
+    ``away``: int8 [R, T], the number of consecutive checks since then at which the token's rank differed from that rank.
+    """
 
     rank: torch.Tensor
     away: torch.Tensor
@@ -40,18 +43,24 @@ class Decided:
         return Decided(torch.cat([self.rank, more.rank], dim=1), torch.cat([self.away, more.away], dim=1))
 
     def checked(self, ranks_RT: torch.Tensor, moved: float) -> Decided:
-        """Return the state after one more check of the tokens' current ranks."""
+        """Return the state after one more check: ``away`` is raised by one where a rank differs by ``moved`` or more from the decided one,
+        else 0.
+        """
         away = (ranks_RT - self.rank).abs() >= moved
         return replace(self, away=torch.where(away, self.away.clamp(max=MOST_AWAY - 1) + 1, 0).to(torch.int8))
 
     def free(self, checks: int) -> torch.Tensor:
-        """Return whether each token may change its width, bool [R, T]."""
+        """Return whether each token may change its width, bool [R, T]: if ``away`` has reached ``checks``, or if its width was never
+        decided.
+        """
         return self.rank.isnan() | (self.away >= checks)
 
 
 @dataclass(frozen=True)
 class Hysteresis:
-    """Limits of the hysteresis: the least change of rank, the checks in a row that it must last, and the share of utility it may cost."""
+    """Limits of the hysteresis: the least change of rank, the number of consecutive checks that it must last, and the share of utility it
+    may cost.
+    """
 
     moved: float = 0.05
     checks: int = 2
@@ -72,8 +81,9 @@ def decide(
 ) -> tuple[torch.Tensor, Decided]:
     """Return the new levels, int8 [R, T], and the updated state of decisions.
 
-    ``before`` and ``decided``: the results of the last call, grown by the tokens that came since. A row is allocated without hysteresis if
-    the held tokens exceed its bytes, or if they cost more than ``hysteresis.costs`` of its utility.
+    ``before`` and ``decided``: levels and state that the last call returned, grown by the tokens that came since. A row is allocated
+    without hysteresis if keeping the levels of tokens that are not free exceeds its bytes ``spend``, or loses more than
+    ``hysteresis.costs`` of the utility.
     """
     there = bounds.high >= 0
     ranks = percentiles(importance_RT, there)

@@ -36,7 +36,7 @@ class Measure(enum.Enum):
 
 
 def head_measure(weights_RHT: torch.Tensor, measure: Measure, keep_RT: torch.Tensor | None = None, sinks: int = 4) -> torch.Tensor:
-    """Return each head's measure, float32 [R, H], from rows of a softmax; larger for heads that distinguish tokens more.
+    """Return each head's measure, float32 [R, H], from softmax weights [R, H, T]; larger for heads that distinguish tokens more.
 
     ``PEAK``: the largest weight. ``ENTROPY``: 1 minus the entropy relative to that of equal weights. ``OFF_SINKS``: the total weight of all
     present tokens but the first ``sinks``. ``MEAN``: the source's measure, equal for all heads. ``keep`` None: all tokens are present.
@@ -62,7 +62,7 @@ def averaged(before: torch.Tensor, now: torch.Tensor, decay: float) -> torch.Ten
 
 
 def unbiased(average: torch.Tensor, steps: torch.Tensor, decay: float) -> torch.Tensor:
-    """Return a moving average that began at zero, divided by the sum of the weights of its ``steps`` steps."""
+    """Return a moving average that began at zero, divided by the sum of the weights of its steps; ``steps``: how many it has had."""
     return average / (1 - decay ** steps.clamp(min=1).to(torch.float32))
 
 

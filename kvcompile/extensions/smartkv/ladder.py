@@ -16,7 +16,9 @@ from kvcompile.extensions.smartkv.budget import Cost, KeyValueWidths
 
 @dataclass(frozen=True)
 class LevelPreference:
-    """Weights of a step's utility: the exponent of U, the least importance, and the weights of keys and of values (10.6)."""
+    """Parameters of the worth of raising a token by one level: ``alpha``, the exponent of the utility U(bits) = bits^alpha; ``floor``, the
+    least importance that counts; the weights of ``keys`` and of ``values`` (section 10.6 of the source).
+    """
 
     alpha: float = 0.5
     floor: float = 1e-6
@@ -37,7 +39,7 @@ class Ladder:
 
     @property
     def top(self) -> int:
-        """The highest level."""
+        """The index of the highest level, whose keys and values have the largest widths; levels count from 0."""
         return len(self) - 1
 
     def costs(self, cost: Cost) -> tuple[int, ...]:
@@ -46,9 +48,9 @@ class Ladder:
 
 
 def ladder(widths: KeyValueWidths, preference: LevelPreference) -> Ladder:
-    """Return the levels of the given widths. A step from b to b' is worth weight * (U(b') - U(b)) / (b' - b), with U(b) = b^alpha.
+    """Return the levels of the given widths. A step from b to b' bits is worth weight * (U(b') - U(b)) / (b' - b), with U(b) = b^alpha.
 
-    Among equal steps the one earlier in its own chain of widths comes first, then the one of keys.
+    Of steps worth the same, the one earlier in the ascending widths of keys, or of values, comes first; then the one of keys.
     """
     steps = []
     for which, (chain, weight) in enumerate(zip(widths, (preference.keys, preference.values), strict=True)):

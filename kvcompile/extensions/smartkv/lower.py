@@ -30,7 +30,7 @@ def lower_smartkv(*args: Any, **kwargs: Any) -> Any:
         gap = step_gap(_step(tree_map(lambda box: stand_in(realize(box)) if is_box(box) else box, given, is_leaf=is_box)))
         if gap is None:
             return lower_launches(_launches, [given], [given["importance"], given["heads"]])[0]
-        log.debug("attention over the buckets of smartkv runs its definition: found %s", gap)
+        log.debug("smartkv attention runs in eager PyTorch, as its kernels do not support: %s", gap)
     return fallback_handler(smartkv_attend)(*(given.get(name) for name in names_of(smartkv_attend)))
 
 

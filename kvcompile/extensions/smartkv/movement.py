@@ -62,7 +62,7 @@ class Kernels:
 
 
 class LevelAllocator:
-    """The CUDA version of ``allocation.by_sorting``: decides levels by a kernel that ``launcher`` starts."""
+    """Decides levels on CUDA by a kernel, with the results of ``allocation.by_sorting``; ``launcher`` starts the kernel."""
 
     def __init__(self, launcher: Launcher) -> None:
         self.launcher = launcher
@@ -84,7 +84,7 @@ class LevelAllocator:
 
 
 def _planes(slot_buckets: Buckets) -> tuple[torch.Tensor, ...]:
-    """Return the planes for the kernels; ``scales`` is passed as a dummy if there is no mean."""
+    """Return a slot's planes as the kernels take them; ``scales`` is passed in place of ``mean`` if there is no mean."""
     return (
         *slot_buckets.entering, slot_buckets.first, slot_buckets.ends, slot_buckets.scales, slot_buckets.where, slot_buckets.pool,
         slot_buckets.scales if slot_buckets.mean is None else slot_buckets.mean
@@ -101,7 +101,10 @@ def _shape(slot_buckets: Buckets) -> dict[str, Any]:
 
 
 def _grid(slot_buckets: Buckets, heads: int) -> tuple[int, int, int]:
-    """Return the launch grid: tiles over the most indices that a row may have and over all entering tokens; kv heads; batch rows."""
+    """Return the launch grid: (tiles, kv heads, batch rows).
+
+    Tiles are enough for the largest number of settled tokens that a row may have, and for all entering tokens.
+    """
     return triton.cdiv(slot_buckets.where.shape[0], slot_buckets.rows * TILE) + slot_buckets.entering[0].shape[
         0
     ] * PAGE // TILE + 1, heads, slot_buckets.rows

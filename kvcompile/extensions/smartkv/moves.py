@@ -1,4 +1,4 @@
-"""Moves: tokens are re-encoded into the buckets of their new levels, in the same planes as long as they are large enough.
+"""Moves: tokens are re-encoded into the buckets of their new levels, in the same planes as long as these are large enough.
 
 A token that becomes narrower is encoded from its old codes and others are copied; with tier 2, a token that changes width is encoded from
 its full-precision copy (``originals``). A move reads the old planes and writes temporary planes of the same lengths, which are then copied
@@ -26,12 +26,12 @@ SLACK = 128
 
 
 def with_slack(need: PlaneLengths) -> PlaneLengths:
-    """Return the lengths with slack added."""
+    """Return lengths for new planes: ``need`` plus 1/128 of it."""
     return PlaneLengths(need.rows + need.rows // SLACK, need.tokens + need.tokens // SLACK)
 
 
 def fits(slot_buckets: Buckets, need: PlaneLengths) -> bool:
-    """Return whether a slot's planes are long enough."""
+    """Return whether a slot's present planes of settled tokens have at least the lengths ``need``."""
     return need.rows <= slot_buckets.pool.shape[0] and need.tokens <= slot_buckets.where.shape[0]
 
 
@@ -43,7 +43,7 @@ def held_bytes(slot_buckets: Buckets, room: PlaneLengths | None = None) -> int:
 
 @dataclass(frozen=True)
 class TokenMove:
-    """A move of one slot's tokens: new levels int8 [B, T], new indices in the buckets int32 [B, T], and the new plane ``ends``.
+    """A move of one slot's tokens: new levels int8 [B, T], each token's new index ``place`` int32 [B, T], and the new plane ``ends``.
 
     ``counts``: tokens of each row and level, on the host. ``again``: the tokens encoded from their full-precision copies; None without tier
     2.
@@ -80,22 +80,23 @@ def order_of(levels_BT: torch.Tensor, slot_buckets: Buckets) -> TokenMove:
 
 
 def counts_of(ends: Sequence[int], number: int) -> tuple[tuple[int, ...], ...]:
-    """Return the tokens of each row and of each of ``number`` levels, from the indices where buckets end, row by row."""
+    """Return the number of tokens by batch row and level, from the indices where buckets end, row by row; ``number``: levels per row."""
     sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
     return tuple(tuple(sizes[at : at + number]) for at in range(0, len(sizes), number))
 
 
 class Movement(Protocol):
-    """Operations that read and re-encode the tokens of one slot on a device; ``EagerMoves`` defines them."""
+    """The way in which tokens of one slot are read and re-encoded on a device; ``EagerMoves`` defines the results."""
 
     def levels(self, slot_buckets: Buckets, count: int) -> torch.Tensor:
         """Return the levels of the tokens at positions 0 to ``count`` - 1, int8 [B, T]; entering tokens get len(widths)."""
 
     def move(self, slot_buckets: Buckets, order: TokenMove, first: int, into: Buckets) -> None:
-        """Write codes, scales and positions of all tokens below T into the planes of ``into``, as ``order`` says.
+        """Write codes, scales and positions of all tokens below position T into the planes of ``into``, at the levels and indices of
+        ``order``.
 
         ``first``: the value of the slot's plane ``first``. Tokens never become wider, except those of ``order.again``, whose codes may be
-        anything here: they are overwritten later.
+        anything here: ``originals.code_again`` overwrites them.
         """
 
 
@@ -126,7 +127,7 @@ MOVEMENTS: dict[str, Movement] = {}
 
 
 def movement(device: torch.device) -> Movement:
-    """Return the movement of a device: its kernels, or the definition."""
+    """Return the ``Movement`` of a device's type: the one by kernels if a package registered it, else ``EagerMoves``."""
     return MOVEMENTS.get(device.type, EagerMoves())
 
 
@@ -134,7 +135,10 @@ _Source = tuple[int, int, Callable[[torch.Tensor], coder.Coded], torch.Tensor]
 
 
 def _sources(slot_buckets: Buckets, count: int, first: int) -> Iterator[_Source]:
-    """Yield every source of tokens: bits, batch row, a function from indices to codes [K, n, ...], and the position of each index."""
+    """Yield where the first ``count`` tokens are stored: each batch row's entering tokens (positions ``first`` on), then every bucket.
+
+    Each source is its bits, its batch row, a function from indices within it to codes and scales [K, n, ...], and its tokens' positions.
+    """
     words, scales = slot_buckets.entering
     place = torch.arange(count - first, device=words.device)
     for row in range(slot_buckets.rows):
@@ -148,13 +152,17 @@ def _sources(slot_buckets: Buckets, count: int, first: int) -> Iterator[_Source]
 
 
 def settled(slot_buckets: Buckets, levels_BT: torch.Tensor) -> Buckets:
-    """Return the slot with all T tokens moved into buckets, by ``levels`` int8 [B, T], in planes without slack. Waits for the device."""
+    """Return the slot with all T tokens moved into the buckets of ``levels`` int8 [B, T], in new planes without slack. Waits for the
+    device.
+    """
     order, count = order_of(levels_BT, slot_buckets), levels_BT.shape[1]
     return moved(slot_buckets, order, int(slot_buckets.first), count, PlaneLengths.of(order.counts, slot_buckets))
 
 
 def mean_of(slot_buckets: Buckets, first: int, count: int, there_BT: torch.Tensor) -> torch.Tensor:
-    """Return the plane ``mean`` for keys without settled tokens: their mean over the present tokens below ``count``."""
+    """Return the plane ``mean`` of a slot of keys without settled tokens: the keys' mean over the present tokens (``there``, finite) at
+    positions below ``count``. ``first`` must be 0.
+    """
     assert slot_buckets.mean is not None
     assert first == 0
     x = coder.decode(slot_buckets.entering, ENTERING).permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :count]
@@ -164,9 +172,9 @@ def mean_of(slot_buckets: Buckets, first: int, count: int, there_BT: torch.Tenso
 
 
 def moved(slot_buckets: Buckets, order: TokenMove, first: int, held: int, room: PlaneLengths | None) -> Buckets:
-    """Return the slot with its first T tokens moved, T from ``order``; those from T up to ``held`` stay entering.
+    """Return the slot with its first T tokens moved as ``order`` says; tokens from position T up to ``held`` stay entering.
 
-    ``first``: the value of the slot's plane ``first``. ``room``: the lengths of new planes; None writes the present planes.
+    ``first``: the value of the slot's plane ``first``. ``room``: the lengths of new planes; None overwrites the present planes in place.
     """
     count = order.levels.shape[1]
     if room is None:
@@ -188,7 +196,10 @@ def moved(slot_buckets: Buckets, order: TokenMove, first: int, held: int, room: 
 
 
 def _left(slot_buckets: Buckets, start: int, count: int) -> Planes:
-    """Return the entering planes with the ``count`` tokens from index ``start`` on moved to the front; in place for planes of one page."""
+    """Return the planes of entering tokens that hold only the ``count`` tokens from index ``start`` on, now at the front.
+
+    Planes of one page are changed in place; longer ones are replaced.
+    """
     codes, scales = slot_buckets.entering
     if codes.shape[0] == 1 and count <= PAGE:
         for plane in slot_buckets.growing if count else ():

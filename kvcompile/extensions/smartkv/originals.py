@@ -30,7 +30,9 @@ AT_ONCE = 4096
 
 @dataclass(frozen=True)
 class Again:
-    """The tokens of one slot that a move re-encodes: positions int64 [B, T] sorted by new level, and their count by row and level."""
+    """The tokens of one slot that a move encodes from full-precision copies: positions int64 [B, T], those tokens first, sorted by new
+    level; and their number by row and level.
+    """
 
     position: torch.Tensor
     counts: tuple[tuple[int, ...], ...]
@@ -50,26 +52,27 @@ def changed(widths: tuple[int, ...], before_RT: torch.Tensor, after_RT: torch.Te
 
 
 def _among(level_RT: torch.Tensor, levels: Sequence[int]) -> torch.Tensor:
-    """Return whether each level is in a range of consecutive levels."""
+    """Return whether each level is one of ``levels``, which are consecutive; bool [R, T]."""
     return (level_RT >= levels[0]) & (level_RT <= levels[-1])
 
 
 def counted(changed_RT: torch.Tensor, after_RT: torch.Tensor, number: int) -> torch.Tensor:
-    """Return the number of changed tokens by new level, int64 [R, number]."""
+    """Return the number of changed tokens by new level, int64 [R, number]; ``number``: the number of levels."""
     return torch.stack([(changed_RT & (after_RT == level)).sum(-1) for level in range(number)], -1)
 
 
 def again(widths: tuple[int, ...], before_BT: torch.Tensor, after_BT: torch.Tensor, counts: tuple[tuple[int, ...], ...]) -> Again:
-    """Return the tokens to re-encode, sorted by new level, from levels before and after, int8 [B, T]; unchanged tokens come last.
+    """Return the positions of all tokens [B, T]: tokens of changed width first, sorted by new level, then unchanged tokens.
 
-    ``counts``: the changed tokens' number by row and level, from ``counted``, read by the host.
+    Takes the levels before and after, int8 [B, T]. ``counts``: the number of changed tokens by row and level, from ``counted``, on the
+    host.
     """
     by_level = torch.where(changed(widths, before_BT, after_BT), after_BT, len(widths))
     return Again(by_level.argsort(dim=-1, stable=True), counts)
 
 
 def settle(slot_buckets: Buckets, first: int, count: int) -> None:
-    """Copy the full-precision copies of entering tokens at positions ``first`` to ``count`` - 1 into the plane of settled tokens.
+    """Copy the full-precision copies of the tokens at positions ``first`` to ``count`` - 1 from ``entered`` into ``originals``, in place.
 
     ``first``: the position of the first entering token.
     """
@@ -87,7 +90,7 @@ def settle(slot_buckets: Buckets, first: int, count: int) -> None:
 
 
 def code_again(slot_buckets: Buckets, order: Again, place_BT: torch.Tensor, into: Buckets, counts: tuple[tuple[int, ...], ...]) -> None:
-    """Encode the changed tokens from their full-precision copies, already in ``originals``, and write them into the buckets ``into``.
+    """Encode the changed tokens of ``order`` from the plane ``originals``, and write codes, scales and positions into the buckets ``into``.
 
     ``place``: int32 [B, T], each token's new index. ``counts``: all tokens of ``into`` by row and level.
     """

@@ -56,7 +56,7 @@ def put(plane: torch.Tensor, rows_BTw: torch.Tensor) -> torch.Tensor:
 
 
 def forgotten(plane: torch.Tensor, count: int) -> torch.Tensor:
-    """Return a copy of a plane's first ``count`` positions."""
+    """Return a copy of a plane that is indexed by position, with its first ``count`` positions only."""
     return put(plane, by_position(plane, min(count, plane.shape[0] * PAGE)))
 
 
@@ -82,13 +82,13 @@ def interval(scheme: Rules, slot: SlotSpec, rows: int, count: int, layer: int) -
 
 
 def can_be_met(scheme: Rules, slot: SlotSpec, rows: int, count: int, layer: int) -> bool:
-    """Return whether ``count`` tokens at the least widths, and the page that the next ones take, fit the budget."""
+    """Return whether the budget of a layer is met with ``count`` tokens of the least widths and the page for the next tokens."""
     steps = min(PAGE, clock.interval(layer, count, scheme.interval))
     return spendable(scheme, slot, rows, count, layer, steps) >= _needed(scheme, slot, count)
 
 
 def _needed(scheme: Rules, slot: SlotSpec, count: int) -> int:
-    """Return the least bytes of a row's ``count`` settled tokens: least widths, but the largest for protected tokens."""
+    """Return the least bytes of a row with ``count`` settled tokens: the largest widths for protected tokens, the least for all others."""
     cost, widths = scheme.cost(slot), scheme.key_value_widths
     widest, least = cost.token(widths.keys[-1], widths.values[-1]), cost.token(widths.keys[0], widths.values[0])
     return count * least + min(count, scheme.protect_first + scheme.protect_last) * (widest - least)
@@ -101,9 +101,10 @@ def spendable(scheme: Rules, slot: SlotSpec, rows: int, count: int, layer: int, 
 
 
 def settled_bytes(scheme: Rules, slot: SlotSpec, rows: int, count: int, layer: int, last: int) -> int:
-    """Return the bytes that a layer's planes of settled tokens may take, so that the budget holds in each of the next ``last`` steps.
+    """Return the bytes that a layer's planes of settled tokens may take so that the budget holds now and in each of the next ``last``
+    steps.
 
-    During them new tokens take whole pages, and all planes by position grow with them.
+    In those steps new tokens take whole pages, and all planes that are indexed by position grow with them.
     """
     cost = scheme.cost(slot)
     share = min(scheme.layer_share(tokens, slot, layer) for tokens in (count, count + last))
@@ -165,7 +166,8 @@ def of_layers(layers: Sequence[KeyStatistics], count: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _BatchDecision:
-    """The decision of L layers: levels int8 and indices int32 [L, B, T], both planes ``ends``, new rows of ``before`` and ``decided``.
+    """The decision for L layers in one batch: ``levels`` int8 and new indices ``place`` int32 [L, B, T], the planes ``ends`` of keys and of
+    values, and new rows of the planes ``before`` (``plain``) and ``decided``.
 
     ``numbers`` [L, n]: settled tokens that change, those that become wider, refused promotions, and the indices where buckets end, row by
     row; with tier 2 also the re-encoded tokens of keys and of values, by row and level. ``before``: the levels until now.
@@ -183,7 +185,7 @@ class _BatchDecision:
 
 @dataclass(frozen=True)
 class Decision:
-    """New levels of ``count`` tokens of some layers; ``together``: the number of layers decided per batch."""
+    """New levels of the first ``count`` tokens of several layers; ``together``: the number of layers in each batch of ``some``."""
 
     count: int
     together: int
@@ -191,7 +193,9 @@ class Decision:
 
 
 def decided(scheme: Rules, layers: Sequence[LayerBuckets], slot: SlotSpec, importance_LBTw: torch.Tensor) -> Decision:
-    """Decide the levels of the tokens of some layers from their importance, float32 [L, B, T, 3]. Waits for nothing."""
+    """Decide the levels of tokens of several layers from their importance, float32 [L, B, T, 3] (``of_layers``). Does not wait for the
+    device.
+    """
     rows, count = importance_LBTw.shape[1:3]
     together = max(1, TOGETHER // (rows * count))
     return Decision(count, together, tuple(
@@ -201,7 +205,7 @@ def decided(scheme: Rules, layers: Sequence[LayerBuckets], slot: SlotSpec, impor
 
 
 def _decide_batch(scheme: Rules, layers: Sequence[LayerBuckets], slot: SlotSpec, importance_LBTw: torch.Tensor) -> _BatchDecision:
-    """Decide the levels of the tokens of some layers in one batch of operations."""
+    """Decide the levels of tokens of several layers in one batch, from their importance, float32 [L, B, T, 3]."""
     terms, levels, rows, count = scheme.terms(slot), scheme.levels, *importance_LBTw.shape[1:3]
     plain, weighted, _ = importance_LBTw.flatten(0, 1).unbind(-1)
     device, top = plain.device, levels.top
@@ -281,9 +285,9 @@ def moved(scheme: Rules, layer: LayerBuckets, slot: SlotSpec, decision: Decision
 
 
 def _again(some: _BatchDecision, at: int, numbers: Sequence[int], slot_buckets: Buckets, number: int) -> Again | None:
-    """Return the tokens that a slot re-encodes from full-precision copies; None without tier 2.
+    """Return the tokens of one slot that a move encodes from full-precision copies; None without tier 2.
 
-    ``numbers``: the layer's numbers of the decision from the buckets' ends on. ``number``: 1 for keys, 2 for values.
+    ``numbers``: of the decision's ``numbers`` of this layer, those from the buckets' ends on. ``number``: 1 for keys, 2 for values.
     """
     if slot_buckets.originals is None:
         return None
@@ -294,7 +298,7 @@ def _again(some: _BatchDecision, at: int, numbers: Sequence[int], slot_buckets: 
 
 
 def _rooms(layer: LayerBuckets, needs: Sequence[PlaneLengths], most: int) -> Sequence[PlaneLengths | None]:
-    """Return the lengths of new planes of keys and values; None for both if the present ones fit and take at most ``most`` bytes."""
+    """Return the lengths of new planes for keys and for values; None for both if the present planes fit ``needs`` within ``most`` bytes."""
     slots = layer.slots
     if all(moves.fits(slot_buckets, need) for slot_buckets, need in zip(slots, needs, strict=True)) and sum(
         map(moves.held_bytes, slots)

@@ -61,17 +61,17 @@ class Rules(Protocol):
 
     @property
     def key_value_widths(self) -> KeyValueWidths:
-        """The widths of keys and of values."""
+        """The widths, in bits of a code, that keys and values may have."""
         ...
 
     @property
     def preference(self) -> LevelPreference:
-        """The weights of a step's utility."""
+        """The exponent of a width's utility, the least importance that counts, and the weights of keys and values in a token's utility."""
         ...
 
     @property
     def hysteresis(self) -> Hysteresis:
-        """The limits of the hysteresis."""
+        """The limits that a token's change of rank must pass before its widths change: how far, for how many checks, at what cost."""
         ...
 
     @property
@@ -81,7 +81,7 @@ class Rules(Protocol):
 
     @property
     def for_good(self) -> int:
-        """Bytes of importance and decision that are stored per token, besides its codes."""
+        """Bytes of importance and decision that are stored per token at any width, besides its codes."""
         ...
 
     def __hash__(self) -> int:
@@ -89,11 +89,11 @@ class Rules(Protocol):
         ...
 
     def terms(self, slot: SlotSpec) -> Terms:
-        """Return the costs and worths of a decision."""
+        """Return the costs and worths by which levels are decided, for a layer of ``slot``'s sizes."""
         ...
 
     def cost(self, slot: SlotSpec) -> Cost:
-        """Return the byte costs of a settled token."""
+        """Return the bytes of a settled token of a slot's layer by width, as ``Cost``."""
         ...
 
     def mean_bytes(self, slot: SlotSpec) -> int:
@@ -101,5 +101,5 @@ class Rules(Protocol):
         ...
 
     def layer_share(self, tokens: int, slot: SlotSpec, layer: int) -> float:
-        """Return the budget of one layer at a number of tokens, as a fraction of their bytes in 16 bits."""
+        """Return the budget of a layer that holds ``tokens`` tokens, as a fraction of their bytes in 16 bits."""
         ...

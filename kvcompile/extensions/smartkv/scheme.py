@@ -30,13 +30,13 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import sympy
 import torch
 
-from kvcompile.errors import BadOption, HalvesDiffer
+from kvcompile.errors import BadOption, PairedSchemesDiffer
 from kvcompile.extensions.smartkv import buckets, clock, codes, moves, reallocation
 from kvcompile.extensions.smartkv.allocation import Terms, looked_up
 from kvcompile.extensions.smartkv.buckets import BucketFormat, Buckets
@@ -117,10 +117,11 @@ class Smartkv(Adaptive):
     layer_weights: str = ""
     frame: Frame = Frame.TURNED
     scale_dtype: torch.dtype = torch.float16
-    half: KeyOrValue = KeyOrValue.AUTO
+    key_or_value: KeyOrValue = KeyOrValue.AUTO
     tier2: OptionalTier2 = dataclasses.field(default=OptionalTier2.OFF, metadata=QUIET)
 
     name: ClassVar[str] = "smartkv"
+    renamed: ClassVar[Mapping[str, str]] = {"half": "key_or_value"}
     source: ClassVar[str] = "SmartKV: Attention-Guided Adaptive Precision KV-Cache Compression, sections 2 to 6, 9, 10.1, 10.2 and 10.6"
     attention: ClassVar[str] = "smartkv_attend"
     observes: ClassVar[str] = "smartkv_observe"
@@ -138,30 +139,33 @@ class Smartkv(Adaptive):
             value = getattr(self, option)
             require(type(value) is int and value >= least, self.name, option, f"a whole number, at least {least}", value, todo)
 
-        number("budget", 0, 1, "0.4 is the source's", above=True)
+        number("budget", 0, 1, "0.4 is the paper's", above=True)
         number("later", 0, 1, "0 leaves the budget as it is at every length")
-        number("decay", 0, 0.9999, "0.9 is the source's")
-        number("head_decay", 0, 0.9999, "0.95 is the source's")
-        number("head_share", 0, 1, "0.3 is the source's, 0 weighs no heads")
+        number("decay", 0, 0.9999, "0.9 is the paper's")
+        number("head_decay", 0, 0.9999, "0.95 is the paper's")
+        number("head_share", 0, 1, "0.3 is the paper's, 0 weighs no heads")
         number("recency", 0, 1e9, "512 steps is the default, 0 weighs no ages")
-        number("alpha", 0, 1, "0.5 is the source's", above=True)
-        number("floor", 0, 1, "1e-6 is the source's", above=True)
+        number("alpha", 0, 1, "0.5 is the paper's", above=True)
+        number("floor", 0, 1, "1e-6 is the paper's", above=True)
         for option in ("key_weight", "value_weight"):
-            number(option, 0, 1e6, "1 weighs both halves alike", above=True)
+            number(option, 0, 1e6, "1 weighs keys and values alike", above=True)
         for option in ("moved", "costs", "drift"):
             number(option, 0, 1, "a share of all tokens, or of the utility")
-        number("tau", 0, 1e9, "0.02 nats is the source's")
-        count("protect_first", 0, "4 is the source's")
-        count("protect_last", 0, "0 is the source's: new tokens have 8 bits anyway until widths are decided")
-        count("checks", 1, "2 is the source's")
-        require(self.checks <= MOST_AWAY, self.name, "checks", f"at most {MOST_AWAY}", self.checks, "2 is the source's")
-        count("interval", 1, "16 steps is the source's")
+        number("tau", 0, 1e9, "0.02 nats is the paper's")
+        count("protect_first", 0, "4 is the paper's")
+        count("protect_last", 0, "0 is the paper's: new tokens have 8 bits anyway until widths are decided")
+        count("checks", 1, "2 is the paper's")
+        require(self.checks <= MOST_AWAY, self.name, "checks", f"at most {MOST_AWAY}", self.checks, "2 is the paper's")
+        count("interval", 1, "16 steps is the paper's")
         count("threshold", 0, "the number of tokens from which on ``later`` is the budget")
         require(isinstance(self.measure, Measure), self.name, "measure", "peak, entropy, off-sinks or mean", self.measure, "peak is usual")
-        require(isinstance(self.scope, Scope), self.name, "scope", "layer or model", self.scope, "layer is usual; the source's is model")
+        require(isinstance(self.scope, Scope), self.name, "scope", "layer or model", self.scope, "layer is usual; the paper's is model")
         require(isinstance(self.frame, Frame), self.name, "frame", "turned or source", self.frame, "turned is usual")
         require(isinstance(self.tier2, OptionalTier2), self.name, "tier2", "off, device or host", self.tier2, "off is usual")
-        require(isinstance(self.half, KeyOrValue), self.name, "half", "auto, key or value", self.half, "auto takes it from the slot")
+        require(
+            isinstance(self.key_or_value, KeyOrValue), self.name, "key_or_value", "auto, key or value", self.key_or_value,
+            "auto takes the role of the slot",
+        )
         require(
             self.scale_dtype in SCALE_DTYPES, self.name, "scale_dtype", "float16, bfloat16 or float32", self.scale_dtype,
             "float16 is the default",
@@ -184,7 +188,7 @@ class Smartkv(Adaptive):
 
     @property
     def key_value_widths(self) -> KeyValueWidths:
-        """The widths that keys and values may have. Raises BadOption."""
+        """The widths, in bits of a code, that keys and values may have. Raises BadOption."""
         return KeyValueWidths(*(_numbers(option, getattr(self, option), int) for option in ("keys", "values")))
 
     @property
@@ -194,12 +198,12 @@ class Smartkv(Adaptive):
 
     @property
     def preference(self) -> LevelPreference:
-        """The weights of a step's utility."""
+        """The exponent of a width's utility, the least importance that counts, and the weights of keys and values in a token's utility."""
         return LevelPreference(self.alpha, self.floor, self.key_weight, self.value_weight)
 
     @property
     def hysteresis(self) -> Hysteresis:
-        """The limits of the hysteresis."""
+        """The limits that a token's change of rank must pass before its widths change: how far, for how many checks, at what cost."""
         return Hysteresis(self.moved, self.checks, self.costs)
 
     @functools.cached_property
@@ -210,8 +214,8 @@ class Smartkv(Adaptive):
     @functools.cached_property
     def form(self) -> BucketFormat:
         """The code format of this slot, keys or values."""
-        assert self.half is not KeyOrValue.AUTO, "the role is not known here: call for_role(role) first"
-        keys = self.half is KeyOrValue.KEY
+        assert self.key_or_value is not KeyOrValue.AUTO, "keys or values? call for_role(role) first"
+        keys = self.key_or_value is KeyOrValue.KEY
         return BucketFormat(self.levels.keys if keys else self.levels.values, self.frame, keys, self.keeps_originals)
 
     @property
@@ -223,12 +227,12 @@ class Smartkv(Adaptive):
         return slot.head_dim * slot.dtype.itemsize if self.keeps_originals else 0
 
     def terms(self, slot: SlotSpec) -> Terms:
-        """Return the costs and worths of a decision."""
+        """Return the costs and worths by which levels are decided, for a layer of ``slot``'s sizes."""
         return Terms.of(self.cost(slot), self.levels, self.preference)
 
     @property
     def for_good(self) -> int:
-        """Bytes of importance and decision that are stored per token, besides its codes."""
+        """Bytes of importance and decision that are stored per token at any width, besides its codes."""
         return 4 * 2 + 2 + 2
 
     def mean_bytes(self, slot: SlotSpec) -> int:
@@ -247,7 +251,7 @@ class Smartkv(Adaptive):
         return max(self.budget, self.later)
 
     def layer_share(self, tokens: int, slot: SlotSpec, layer: int) -> float:
-        """Return the budget of one layer at a number of tokens, as a fraction of their bytes in 16 bits."""
+        """Return the budget of a layer that holds ``tokens`` tokens, as a fraction of their bytes in 16 bits."""
         budget = self.share(tokens)
         return budget if self.layer_weights == "" else _layer_budgets(self, budget, slot)[layer]
 
@@ -266,7 +270,7 @@ class Smartkv(Adaptive):
         return (cls(), *(cls(**change) for change in changes))
 
     def for_role(self, role: Role) -> Smartkv:
-        return dataclasses.replace(self, half=self.half.for_role(role))
+        return dataclasses.replace(self, key_or_value=self.key_or_value.for_role(role))
 
     def check(self, slot: SlotSpec) -> None:
         require_divides(16, slot, self.name, "whole words of every width")
@@ -286,13 +290,13 @@ class Smartkv(Adaptive):
 
     def check_pair(self, keys: Scheme, values: Scheme, latent: bool, path: str) -> None:
         if keys != values:
-            raise HalvesDiffer(scheme=self.name, keys=keys.spec(), values=values.spec(), path=path)
+            raise PairedSchemesDiffer(scheme=self.name, keys=keys.spec(), values=values.spec(), path=path)
         super().check_pair(keys, values, latent, path)
 
     def layout(self, slot: SlotSpec) -> Layout:
         made = self.for_role(slot.role)
         planes = buckets.plane_specs(slot, made.form, self.scale_dtype, self.tier2 is OptionalTier2.HOST)
-        if made.half is KeyOrValue.VALUE:
+        if made.key_or_value is KeyOrValue.VALUE:
             return Layout(planes)
         return Layout((
             *planes, PlaneSpec(IMPORTANCE, torch.float32, 2, PAGE, Extent.STORE, tally=True, shared=True),
@@ -324,7 +328,7 @@ class Smartkv(Adaptive):
     # --- stored planes ---------------------------------------------------------------------------
 
     def _split(self, planes: Planes) -> tuple[Buckets, KeyStatistics | None]:
-        """Split the planes into buckets and, for keys, the statistics stored with them; None for values."""
+        """Split a slot's planes into its buckets and, for keys, the statistics stored with them; None in place of statistics for values."""
         slot_buckets = Buckets.of(planes, self.form)
         rest = planes[len(slot_buckets.planes) :]
         return slot_buckets, KeyStatistics(*rest) if rest else None
@@ -425,7 +429,7 @@ class Smartkv(Adaptive):
 
     def _layer(self, item: StoredLayer) -> reallocation.LayerBuckets:
         """Return a stored layer's planes as the record that reallocation takes."""
-        key, value = (dataclasses.replace(self, half=half) for half in (KeyOrValue.KEY, KeyOrValue.VALUE))
+        key, value = (dataclasses.replace(self, key_or_value=half) for half in (KeyOrValue.KEY, KeyOrValue.VALUE))
         keys, values = key._split(item.keys)[0], value._split(item.values)[0]
         return reallocation.LayerBuckets(keys, key._kept(item.keys), values, item.layer, item.first)
 
@@ -437,7 +441,7 @@ def _layer_budgets(scheme: Smartkv, budget: float, slot: SlotSpec) -> list[float
 
 
 def _numbers(option: str, text: str, kind: type) -> tuple:  # type: ignore[type-arg]
-    """Return the numbers of a text that are separated by slashes. Raises BadOption for other text."""
+    """Return the numbers in ``text``, the value of an option, which are separated by slashes. Raises BadOption for other text."""
     try:
         return tuple(kind(part) for part in text.split("/"))
     except (ValueError, AttributeError) as error:

@@ -7,8 +7,7 @@ Occam's Razor for Extreme KV Cache Quantization in LLMs and Beyond" (Su et al. 2
 Hadamard matrix, so that no channel dominates, and divides by each key's norm. This module follows its abstract and reviews of it, with
 these choices:
 
-* n is half the root mean square of the channels, not the length, so that it fits float16 for every head dim and every float16 input; it
-  is rounded up to the dtype of scales, and u is computed with the stored n. A float64 sum of squares gives the same n in any order.
+* n is half the root mean square of the channels, not the length (``schemes.norms``), and u is computed with the stored n.
 * NaN or Inf in a token makes its norm NaN, and with it the whole block of tokens.
 
 ``turn`` selects the rotation. ``queries``: the eigenvectors of q q^T over the prompt's queries of a kv head, the basis in which channels
@@ -31,11 +30,11 @@ import torch
 from kvcompile.extensions.squat import subspace as algebra
 from kvcompile.extensions.squat.scheme import Subspace
 from kvcompile.schemes.asymmetric import Axis, Kivi
-from kvcompile.schemes.base import AMAX, NORM, QUIET, Planes, Scheme, require
+from kvcompile.schemes.base import AMAX, NORM, QUIET, UNTOLD, Planes, Prompt, Scheme, require
 from kvcompile.schemes.certificate import bounds
 from kvcompile.schemes.certificate.bounds import STEP, ZERO
+from kvcompile.schemes.norms import half_root_mean_square
 from kvcompile.schemes.rotation import Rotate, Rotation, rotation_matrix
-from kvcompile.schemes.symmetric import TINY, rounded_up
 from kvcompile.types import PAGE, Extent, KernelFormat, Layout, MinMax, PlaneSpec, Role, SlotSpec
 
 
@@ -45,12 +44,6 @@ class Turn(enum.Enum):
     HADAMARD = "hadamard"
     QUERIES = "queries"
     BOTH = "both"
-
-
-def norms(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return half the root mean square of each token's channels as stored, [..., S, 1]: rounded up; 0 for zeros, NaN for NaN or Inf."""
-    size = x.to(torch.float64).square().mean(-1, keepdim=True).sqrt().mul(0.5).to(torch.float32)
-    return torch.where(size == 0, 0.0, rounded_up(size, dtype).clamp(min=TINY[dtype])).to(dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,8 +108,9 @@ class Normed(Kivi):
     def format(self, slot: SlotSpec) -> KernelFormat:
         return dataclasses.replace(super().format(slot), norms=slot.role is Role.KEY)
 
-    def calibrate(self, q_BKGSD: torch.Tensor, keep_BS: torch.Tensor | None) -> Planes:
-        """Return the queries' rotation minus the Hadamard matrix, [1, 1 or B, K, D, D]; zeros if it is not finite."""
+    def calibrate(self, q_BKGSD: torch.Tensor, keep_BS: torch.Tensor | None, prompt: Prompt = UNTOLD) -> Planes:
+        """Return the queries' rotation minus the Hadamard matrix, [1, 1 or B, K, D, D]; zeros, for that matrix alone, if not finite."""
+        del prompt
         if self.subspace is Subspace.BATCH:
             q_BKGSD, keep_BS = q_BKGSD[:1], None if keep_BS is None else keep_BS[:1]
         if keep_BS is not None:
@@ -132,7 +126,7 @@ class Normed(Kivi):
 
     def encode(self, x_BKSD: torch.Tensor, *fixed: torch.Tensor) -> Planes:
         del fixed
-        norm = norms(x_BKSD, self.scale_dtype)
+        norm = half_root_mean_square(x_BKSD, self.scale_dtype)
         size = norm.to(torch.float32)
         return (*super().encode(x_BKSD.to(torch.float32) / torch.where(size == 0, 1.0, size)), norm)
 

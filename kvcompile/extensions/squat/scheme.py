@@ -4,9 +4,13 @@ Values as ``kivi``. Keys per channel as ``kivi``, but ``subblock`` channels at a
 back into the others, so that the whole error stays close to orthogonal to the subspace that the prompt's queries
 span. A later query of that subspace then scores a quantized key nearly as the original.
 
-* The source's lam multiplies squared singular values, so its strength grows with the prompt. ``normalise`` divides by
-  the number of queries: lam then weighs the mean square of a score's error against that of a channel. ``Squat.paper()``
-  is the source's setting.
+* The source takes a few leading directions of q q^T, unrotated keys and at most four sub-blocks. The default here takes the whole q q^T,
+  which is the mean square of a score's error, in sub-blocks of eight, since the errors of the last one are not made up for; and
+  rotates keys, so that no channel has the most energy, least of all the last ones, where slow pairs of RoPE are (docs/ACCURACY.md).
+* The source's lam multiplies squared singular values, so its strength grows with the prompt and with the model's scale. ``unit=diagonal``
+  divides q q^T by its mean diagonal: lam then weighs a score's error against that of a channel for any prompt and model. ``unit=queries``
+  divides by the number of queries alone. ``Squat.paper()`` is the source's setting.
+* ``guard``: a head whose scores would be off by more than without error feedback keeps none (``guard.py``); it is ``kivi`` there.
 * A store keeps the products B_t H_t of the source (``subspace.moves``), in one plane of D x D per
   head, rather than P, its inverse and every A_t: encoding needs nothing else, and it takes a quarter of their size at two
   sub-blocks and less at more. A plane of zeros feeds nothing back: lam = 0, plain ``kivi``. A store that never saw a query
@@ -14,7 +18,8 @@ span. A later query of that subspace then scores a quantized key nearly as the o
 * NaN or Inf in a group is not fed back, and queries that are not finite are ignored: neither may reach other channels.
 * With ``pre_rope`` (the source's SQuat-pre) a stored key meets a query rotated by its distance from the key.
   The subspace is that of queries before RoPE, as in the source: up to that rotation it is the same at every distance, while
-  queries after RoPE are rotated by their position in the prompt. ``queries=post`` is the other choice.
+  queries after RoPE are rotated by their position in the prompt (``queries=post``). ``queries=distances`` averages q q^T before RoPE over
+  the distances at which keys are read (``subspace.over_distances``), which alone gained nothing (docs/ACCURACY.md).
 * Every write encodes full-precision keys, so a block's codes depend only on its own tokens and the plane.
 """
 
@@ -23,47 +28,51 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar, cast
 
 import sympy
 import torch
 
 from kvcompile.errors import BadOption
+from kvcompile.extensions.squat import guard as guarding
 from kvcompile.extensions.squat import subspace as algebra
+from kvcompile.extensions.squat.former import respelled
+from kvcompile.extensions.squat.source_settings import LONGBENCH, PAPER
 from kvcompile.schemes.asymmetric import Axis, Kivi, pack
-from kvcompile.schemes.base import Planes, Scheme, require, require_divides
+from kvcompile.schemes.base import UNTOLD, Planes, Prompt, Scheme, optional, require, require_divides
 from kvcompile.schemes.rotation import Rotate
 from kvcompile.types import Extent, Layout, MinMax, PlaneSpec, Role, SlotSpec
 
 
 class Queries(enum.Enum):
-    """The queries that span the subspace of keys stored before RoPE: queries before RoPE, or after it."""
+    """The form of the queries that keys stored before RoPE are encoded for: before RoPE, after RoPE, or rotated by every distance from
+    a query to a key.
+    """
 
     PRE = "pre"
     POST = "post"
+    DISTANCES = "distances"
 
 
 class Subspace(enum.Enum):
-    """The rows whose queries span the subspace: the first row, for all rows of the batch, or each row for itself."""
+    """The batch rows whose queries span the subspace: the first row, for all rows of the batch, or each row for itself."""
 
     BATCH = "batch"
     ROW = "row"
 
 
+class Unit(enum.Enum):
+    """The unit of lam: the mean diagonal of q q^T, one query, or none."""
+
+    DIAGONAL = "diagonal"
+    QUERIES = "queries"
+    NONE = "none"
+
+
 LARGEST_LAM = 1e6
 STRONG_LAM = 1e-2
-"""Above this the unnormalised form only did harm in the source's own ablation (its Table 3)."""
-
-
-LONGBENCH: dict[tuple[str, bool], dict[str, Any]] = {
-    ("llama-2-7b", False): {"rank": 40, "lam": 1e-3, "subblock": 64},
-    ("llama-2-7b", True): {"rank": 5, "lam": 1e-3, "subblock": 32},
-    ("llama-3.1-8b", False): {"rank": 10, "lam": 5e-4, "subblock": 64},
-    ("llama-3.1-8b", True): {"rank": 60, "lam": 5e-4, "subblock": 32},
-    ("mistral-7b", False): {"rank": 5, "lam": 1e-3, "subblock": 64},
-    ("mistral-7b", True): {"rank": 20, "lam": 5e-4, "subblock": 64},
-}
-"""The source's settings for LongBench (its appendix E.2), by model and by whether keys are stored before RoPE."""
+"""Above this the source's form, without a unit, only did harm in its own ablation (its Table 3)."""
 
 
 def _changes(scheme: Scheme) -> dict[str, object]:
@@ -76,50 +85,66 @@ class Squat(Kivi):
     """The scheme squat: asymmetric codes, the error of keys kept orthogonal to the prompt's queries; values and window as kivi."""
 
     lam: float = 1.0
-    rank: int = 20
-    subblock: int = 32
-    normalise: bool = True
+    rank: int | None = dataclasses.field(default=None, metadata=optional(int))
+    subblock: int = 8
+    unit: Unit = Unit.DIAGONAL
     subspace: Subspace = Subspace.BATCH
     queries: Queries = Queries.PRE
+    guard: bool = True
+    rotate: Rotate = dataclasses.field(default=cast(Rotate, None), kw_only=True, metadata=optional(Rotate))
+    """None, until the scheme is made: k, or none where keys are stored before RoPE."""
 
     calibrated: ClassVar[frozenset[str]] = frozenset({"moves"})
-    uncalibrated: ClassVar[str] = "with lam=0, as kivi would"
+    uncalibrated: ClassVar[str] = "with lam=0, as kivi with the same rotation would"
     error_feedback_plane: ClassVar[str | None] = "moves"
     name: ClassVar[str] = "squat"
     kernel_encoding: ClassVar[bool] = True
     source: ClassVar[str] = "SQuat: Subspace-orthogonal KV Cache Quantization, sections 3 and B.2"
 
     def __post_init__(self) -> None:
+        if self.rotate is None:
+            object.__setattr__(self, "rotate", Rotate.NONE if self.pre_rope is True else Rotate.K)
         super().__post_init__()
         require(self.axis is not Axis.TOKEN, self.name, "axis", "auto or channel", self.axis, "its keys share scales along tokens")
         number = isinstance(self.lam, (int, float)) and not isinstance(self.lam, bool)
         require(
             number and math.isfinite(self.lam) and 0 <= self.lam <= LARGEST_LAM, self.name, "lam",
-            f"a number from 0 to {LARGEST_LAM:g}", self.lam, "1 is usual where it is normalised, 1e-3 where not; 0 is kivi",
+            f"a number from 0 to {LARGEST_LAM:g}", self.lam, "1 is usual with a unit, 1e-3 without; 0 is kivi",
         )
         require(
-            _whole(self.rank) and self.rank >= 1, self.name, "rank", "a whole number of directions, at least 1", self.rank,
-            "20 is the default, 5 the setting of the source",
+            self.rank is None or (_whole(self.rank) and self.rank >= 1), self.name, "rank", "a whole number of directions, or None for all",
+            self.rank, "None is the default, 5 the paper's setting",
         )
         require(
             _whole(self.subblock) and (self.subblock in {1, 2, 4} or (self.subblock > 0 and self.subblock % 8 == 0)), self.name, "subblock",
-            "1, 2, 4 or a multiple of 8 that divides the head dim", self.subblock, "32 is the default, 64 the setting of the source; "
+            "1, 2, 4 or a multiple of 8 that divides the head dim", self.subblock, "8 is the default, 64 the paper's setting; "
             "half of the head dim is the most that is used",
         )
-        require(isinstance(self.normalise, bool), self.name, "normalise", "True or False", self.normalise, "True is the default")
-        require(isinstance(self.subspace, Subspace), self.name, "subspace", "batch or row", self.subspace, "batch is the source's rule")
-        require(isinstance(self.queries, Queries), self.name, "queries", "pre or post", self.queries, "pre is the source's rule")
+        require(isinstance(self.unit, Unit), self.name, "unit", "diagonal, queries or none", self.unit, "diagonal is the default")
+        require(isinstance(self.subspace, Subspace), self.name, "subspace", "batch or row", self.subspace, "batch is the paper's rule")
+        require(isinstance(self.queries, Queries), self.name, "queries", "pre, post or distances", self.queries, "pre is the default")
+        require(isinstance(self.guard, bool), self.name, "guard", "True or False", self.guard, "True is the default")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take a pickle's options; one that a version before 0.2 wrote keeps the values that it had."""
+        options = respelled(state)
+        enums = {name: kind(options[name]) for name, kind in (("unit", Unit), ("rotate", Rotate), ("queries", Queries))}
+        self.__dict__.update({**options, **enums})
+
+    @classmethod
+    def written_before(cls, options: Mapping[str, object]) -> Mapping[str, object]:
+        return respelled(super().written_before(options))
 
     @classmethod
     def paper(cls, **options: Any) -> Squat:
-        """Return the source's setting: unnormalised, lam 1e-3, five directions, 64 channels at a time."""
-        return cls(**{"lam": 1e-3, "rank": 5, "subblock": 64, "normalise": False, **options})
+        """Return the source's setting: lam 1e-3 without a unit, five directions, 64 channels at a time, no rotation and no guard."""
+        return cls(**{**PAPER, "unit": Unit.NONE, "rotate": Rotate.NONE, "queries": Queries.PRE, "guard": False, **options})
 
     @classmethod
     def longbench(cls, model: str, pre_rope: bool = False, **options: Any) -> Squat:
         """Return the source's LongBench setting for one of its models: ``llama-2-7b``, ``llama-3.1-8b`` or ``mistral-7b``."""
         known = sorted({name for name, _ in LONGBENCH})
-        require(model in known, cls.name, "longbench", f"one of {', '.join(known)}", model, "Squat.paper() has the source's other setting")
+        require(model in known, cls.name, "longbench", f"one of {', '.join(known)}", model, "Squat.paper() has the paper's other setting")
         return cls.paper(**{**LONGBENCH[model, pre_rope], "pre_rope": pre_rope, **options})
 
     @classmethod
@@ -135,25 +160,30 @@ class Squat(Kivi):
     @property
     def calibrates_before_rope(self) -> bool:  # type: ignore[override]
         """Whether ``calibrate`` takes queries before RoPE."""
-        return self.pre_rope and self.queries is Queries.PRE
+        return self.pre_rope and self.queries is not Queries.POST
+
+    @property
+    def calibrates_on_keys(self) -> bool:  # type: ignore[override]
+        """Whether ``calibrate`` takes the call's keys."""
+        return self.guard
 
     @classmethod
     def variants(cls) -> tuple[Scheme, ...]:
         default = cls()
         changes: list[dict[str, Any]] = [
-            {"bits": 4, "subblock": 16}, {"bits": 3, "group": 16, "window": 64, "subspace": Subspace.ROW}, {"lam": 0.0},
-            {"rotate": Rotate.K, "sinks": 40},
+            {"bits": 4, "subblock": 16, "unit": Unit.QUERIES, "rank": 20, "rotate": Rotate.NONE, "guard": False},
+            {"bits": 3, "group": 16, "window": 64, "subspace": Subspace.ROW}, {"lam": 0.0}, {"rotate": Rotate.KV, "sinks": 40},
         ]
         return (default, *(dataclasses.replace(default, **change) for change in changes))
 
     @property
     def warning(self) -> str | None:  # type: ignore[override]
         """The report's warning about a setting that is known to do harm; None for others."""
-        if self.normalise or self.lam <= STRONG_LAM:
+        if self.unit is not Unit.NONE or self.lam <= STRONG_LAM:
             return None
         return (
-            f"{self.name}: lam={self.lam:g} multiplies unnormalised squared singular values, which grow with the prompt; above "
-            f"{STRONG_LAM:g} the source found answers to fail: lower it, or pass normalise=True"
+            f"{self.name}: lam={self.lam:g} multiplies squared singular values, which grow with the prompt; above "
+            f"{STRONG_LAM:g} the source found answers to fail: lower it, or pass unit=diagonal"
         )
 
     def for_role(self, role: Role) -> Kivi:
@@ -166,7 +196,9 @@ class Squat(Kivi):
         return dataclasses.replace(made, subblock=self.channels_at_once(head_dim)) if made is not None and self.lam > 0 else made
 
     def channels_at_once(self, head_dim: int) -> int:
-        """Return the sub-block of a head: at most half of its channels, since each sub-block feeds its error into later ones."""
+        """Return how many channels of a head are quantized at a time: at most half of them, since each sub-block feeds its error into later
+        ones.
+        """
         return max(1, min(self.subblock, head_dim // 2))
 
     def check(self, slot: SlotSpec) -> None:
@@ -174,7 +206,7 @@ class Squat(Kivi):
         if slot.role is not Role.KEY:
             return
         require_divides(self.channels_at_once(slot.head_dim), slot, self.name, "subblock")
-        if self.rank > slot.head_dim:
+        if self.rank is not None and self.rank > slot.head_dim:
             raise BadOption(
                 scheme=self.name, option="rank", expected=f"at most the head dim ({slot.head_dim})", found=self.rank,
                 todo="queries have no more directions than channels",
@@ -191,20 +223,47 @@ class Squat(Kivi):
         moves = PlaneSpec("moves", torch.float32, slot.head_dim, slot.head_dim, extent)
         return Layout((*layout.planes, moves)).with_sinks(slot, self.sinks)
 
-    def calibrate(self, q_BKGSD: torch.Tensor, keep_BS: torch.Tensor | None) -> Planes:
+    def calibrate(self, q_BKGSD: torch.Tensor, keep_BS: torch.Tensor | None, prompt: Prompt = UNTOLD) -> Planes:
+        keys = prompt.keys
         if self.subspace is Subspace.BATCH:
-            q_BKGSD, keep_BS = q_BKGSD[:1], None if keep_BS is None else keep_BS[:1]
-        groups, tokens = q_BKGSD.shape[2:4]
-        weight: torch.Tensor | float = self.lam
-        if keep_BS is not None:
-            q_BKGSD = torch.where(keep_BS[:, None, None, :, None], q_BKGSD, torch.zeros((), dtype=q_BKGSD.dtype, device=q_BKGSD.device))
-        if self.normalise:
-            seen = tokens if keep_BS is None else keep_BS.sum(-1).clamp(min=1).to(torch.float64)[:, None, None, None]
-            weight = self.lam / (groups * seen)
-        gram = algebra.gram(q_BKGSD.flatten(2, 3))
-        moves = algebra.moves(weight * algebra.leading(gram, self.rank), self.channels_at_once(gram.shape[-1]))
+            q_BKGSD, keep_BS, keys = q_BKGSD[:1], None if keep_BS is None else keep_BS[:1], None if keys is None else keys[:1]
+        rows, _, groups, tokens = q_BKGSD.shape[:4]
+        real = torch.ones(rows, tokens, dtype=torch.bool, device=q_BKGSD.device) if keep_BS is None else keep_BS
+
+        def seen(these_RS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            """Return the sum of q q^T over some queries, and their number."""
+            q = torch.where(these_RS[:, None, None, :, None], q_BKGSD, torch.zeros((), dtype=q_BKGSD.dtype, device=q_BKGSD.device))
+            gram = algebra.gram(q.flatten(2, 3))
+            if prompt.angles is not None and self.pre_rope and self.queries is Queries.DISTANCES:
+                gram = algebra.over_distances(gram, prompt.angles, real, self.window)
+            return gram, groups * these_RS.sum(-1).clamp(min=1).to(torch.float64)[:, None, None, None]
+
+        moves = self._moves(*seen(real))
+        if self.guard and keys is not None:
+            learned, last = guarding.split(real)
+            own = real if keys.shape[2] == tokens else torch.ones(rows, keys.shape[2], dtype=torch.bool, device=keys.device)
+            tried = guarding.sampled(keys, own, self.group)
+            better = guarding.wins(self._coded, tried, self._moves(*seen(learned)), seen(last)[0])
+            moves = torch.where(better, moves, guarding.DECLINED)
+        return (moves.to(torch.float32).unsqueeze(0),)
+
+    def _coded(self, keys_BKSD: torch.Tensor, moves: torch.Tensor | None) -> torch.Tensor:
+        """Return keys [B, K, S, D] after encoding with a plane of error feedback [B, K, D, D] (None: without) and decoding."""
+        slot = SlotSpec(keys_BKSD.shape[1], keys_BKSD.shape[3], torch.float32, Role.KEY)
+        own = dataclasses.replace(self, axis=Axis.CHANNEL)
+        return own.decode(own.encode(keys_BKSD, *(() if moves is None else (moves.unsqueeze(0),))), slot)
+
+    def _moves(self, gram_BKDD: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        """Return the plane of error feedback, float64 [B, K, D, D], from the sum of q q^T over ``count`` queries; zeros if not finite."""
+        size = count if self.unit is Unit.QUERIES else torch.ones_like(count)
+        if self.unit is Unit.DIAGONAL:
+            mean = gram_BKDD.to(torch.float64).diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+            size = torch.where(mean == 0, 1, mean)
+        width = gram_BKDD.shape[-1]
+        weight = self.lam / size * algebra.leading(gram_BKDD, width if self.rank is None else self.rank)
+        moves = algebra.moves(weight, self.channels_at_once(width))
         finite = torch.isfinite(moves).all(-1, keepdim=True).all(-2, keepdim=True)
-        return (torch.where(finite, moves, torch.zeros_like(moves)).to(torch.float32).unsqueeze(0),)
+        return torch.where(finite, moves, torch.zeros_like(moves))
 
     def encode(self, x_BKSD: torch.Tensor, *fixed: torch.Tensor) -> Planes:
         if not fixed:

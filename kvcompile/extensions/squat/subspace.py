@@ -37,6 +37,43 @@ def gram(q_BKnD: torch.Tensor) -> torch.Tensor:
     return q.transpose(-1, -2) @ q
 
 
+def over_distances(
+    gram_BKDD: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor, bool], real_BS: torch.Tensor, window: int
+) -> torch.Tensor:
+    """Return the mean over distances d of R_d (q q^T) R_d^T, float32 [B, K, D, D], R_d the rotation of RoPE by d positions.
+
+    A key that is stored before RoPE meets a query that is rotated by their distance. ``angles``: cos and sin [1 or B, S, Dr] of the
+    prompt's positions, and whether RoPE pairs neighbouring channels. The distances are those from ``window`` on, within which keys are
+    exact, to the prompt's length, or its second half where it is short. With x R_d = x * cos + x J * sin the mean is a closed form in three
+    products of the tables.
+    """
+    cos, sin, interleaved = angles
+    width, fill = gram_BKDD.shape[-1], gram_BKDD.shape[-1] - cos.shape[-1]
+    cos = torch.nn.functional.pad(cos.to(torch.float32), (0, fill), value=1.0)
+    sin = torch.nn.functional.pad(sin.to(torch.float32), (0, fill))
+    order, count = real_BS.cumsum(-1) - 1, real_BS.sum(-1, keepdim=True)
+    far = (real_BS & (order >= torch.minimum(count // 2, torch.full_like(count, window))))[:, :, None].to(torch.float32)
+    seen = far.sum(1, keepdim=True).clamp(min=1)
+    far_cos, far_sin = cos * far / seen, sin * far / seen
+    turn = turning(width, cos.shape[-1] - fill, interleaved, gram_BKDD)
+
+    def over(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return (one.transpose(-1, -2) @ other).unsqueeze(1)
+
+    crossed = over(far_cos, sin) * (gram_BKDD @ turn)
+    whole = over(far_sin, sin) * (turn.T @ gram_BKDD @ turn)
+    return over(far_cos, cos) * gram_BKDD + crossed + crossed.transpose(-1, -2) + whole
+
+
+def turning(width: int, rotary: int, interleaved: bool, like: torch.Tensor) -> torch.Tensor:
+    """Return J [D, D], where x J is the part of RoPE that its sines multiply: (-b, a) for each pair (a, b); 0 for channels beyond it."""
+    channel = torch.arange(rotary, device=like.device)
+    first, second = (channel[::2], channel[1::2]) if interleaved else (channel[: rotary // 2], channel[rotary // 2 :])
+    turn = torch.zeros(width, width, dtype=like.dtype, device=like.device)
+    turn[second, first], turn[first, second] = -1.0, 1.0
+    return turn
+
+
 def leading(gram: torch.Tensor, rank: int) -> torch.Tensor:
     """Return Qhat^T Qhat, a Gram matrix projected onto its ``rank`` leading directions, float64 [..., D, D].
 
@@ -97,9 +134,10 @@ def _orthogonal(columns: torch.Tensor) -> torch.Tensor:
 
 
 def moves(weight: torch.Tensor, block: int) -> torch.Tensor:
-    """Return how far an error of each channel moves the channels of later blocks, [..., D, D]. Row i is that of (B_t H_t)^T, i in block t.
+    """Return by how much an error of each channel moves the channels of later blocks, [..., D, D]: row i is that of (B_t H_t)^T for i in
+    block t.
 
-    ``weight``: lam Qhat^T Qhat, float64. Entries are zero unless the column's block comes after the row's.
+    ``weight``: lam Qhat^T Qhat, float64. ``block``: channels per block. Entries are zero unless the column's block comes after the row's.
     """
     width = weight.shape[-1]
     identity = torch.eye(width, dtype=weight.dtype, device=weight.device)

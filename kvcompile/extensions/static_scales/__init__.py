@@ -1,1 +1,3 @@
-"""Static scales: eight-bit codes whose scales were measured beforehand, one for each layer, half and kv head."""
+"""Static scales: eight-bit codes whose scales were measured beforehand: of each layer, for keys and for values, per
+tensor or per kv head.
+"""

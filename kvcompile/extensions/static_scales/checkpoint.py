@@ -88,7 +88,7 @@ def _interesting(name: object) -> bool:
 
 
 def _spelling(name: str) -> tuple[str, tuple[Role, ...]] | None:
-    """Return the module path and the roles of a scale's name; None for a name that is no scale of a cache."""
+    """Return (module path, roles) from the name of a tensor of scales; None for a name that is no scale of a cache."""
     for pattern, roles in SPELLINGS:
         if (found := re.fullmatch(pattern, name)) is not None:
             return plain_name(found["path"]), roles
@@ -109,12 +109,16 @@ def _sites(tensors: Source, where: str) -> dict[str, SiteScales]:
     for path, by_role in held.items():
         if len(by_role) < len(Role):
             missing = next(role.value for role in Role if role not in by_role)
-            raise BadScales(expected=f"a scale of both halves at {path}", found=f"none of its {missing}s in {where}", todo=REMEDY)
+            needed = f"a scale for keys and one for values at {path}"
+            raise BadScales(expected=needed, found=f"none of its {missing}s in {where}", todo=REMEDY)
     return {path: SiteScales(by_role[Role.KEY], by_role[Role.VALUE]) for path, by_role in held.items()}
 
 
 def _held(named: Source, by_role: int, where: str) -> dict[str, dict[Role, Scales]]:
-    """Return the scales whose names cover ``by_role`` roles each, by module path. Raises BadScales if two of one role differ."""
+    """Return the scales by module path and role, from the tensors whose names cover ``by_role`` roles each.
+
+    Raises BadScales if two tensors give different scales for one role.
+    """
     found: dict[str, dict[Role, Scales]] = {}
     for name, value in named.items():
         path, roles = _spelling(name) or ("", ())
@@ -173,7 +177,7 @@ def _of_folder(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _said(folder: Path) -> str | None:
-    """Return the codes that a folder's configuration states for its KV cache, ``int8`` or ``fp8``; None if it states none."""
+    """Return the codes that the configuration in a folder states for its KV cache, ``int8`` or ``fp8``; None if it states none."""
     for name, read in (("config.json", _of_config), ("hf_quant_config.json", _of_modelopt)):
         path = folder / name
         if not path.is_file():

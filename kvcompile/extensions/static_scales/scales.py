@@ -43,7 +43,7 @@ class Scales:
             raise BadScales(expected="float32 scales [1] or [kv heads] on the CPU", found=found, todo="pass one scale, or one a head")
         if not bool(((values >= LEAST_SCALE) & (values <= MOST_SCALE)).all()):
             expected = f"finite scales above zero, from {LEAST_SCALE:.1e} to {MOST_SCALE:.1e}"
-            raise BadScales(expected=expected, found=values.tolist()[:8], todo="calibrate anew, or leave the layer dense")
+            raise BadScales(expected=expected, found=values.tolist()[:8], todo="calibrate again, or leave the layer dense")
 
     @functools.cached_property
     def digest(self) -> str:
@@ -58,7 +58,7 @@ class Scales:
 
     @property
     def extent(self) -> ScaleExtent:
-        """The extent of one scale."""
+        """Whether one scale covers the whole slot or one kv head of it."""
         return ScaleExtent.TENSOR if self.values.numel() == 1 else ScaleExtent.HEAD
 
     def fits(self, heads: int) -> bool:

@@ -26,6 +26,7 @@ from kvcompile.errors import BadScales, LatentNotHeld, ScalesMissing
 from kvcompile.extensions.static_scales.scales import ModelScales, Scales, SiteScales
 from kvcompile.schemes.base import AMAX, DATA, Planes, Scheme, require
 from kvcompile.schemes.symmetric import stored_scale
+from kvcompile.schemes.windowed import Windowed
 from kvcompile.types import Extent, KernelFormat, Layout, PlaneSpec, SlotSpec, Static
 
 LEAST_AMAX, MOST_AMAX = 2.0**-20, 2.0**20
@@ -34,7 +35,7 @@ NAN_BITS = 0x7FC00000
 
 
 @dataclasses.dataclass(frozen=True)
-class Calibrated(Scheme):
+class Calibrated(Windowed):
     """The base of the schemes with eight-bit codes by static scales; subclasses choose the codes.
 
     ``measured``: scales were measured or read; ``calibrate``, ``load_scales`` and ``read_scales`` return such schemes.
@@ -52,9 +53,10 @@ class Calibrated(Scheme):
     """The name of the scheme with the same codes and a scale for every token."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(
             isinstance(self.amax, float) and LEAST_AMAX <= self.amax <= MOST_AMAX, self.name, "amax",
-            f"a float from {LEAST_AMAX:g} to {MOST_AMAX:g}", self.amax, "calibrate the model in place of choosing one",
+            f"a float from {LEAST_AMAX:g} to {MOST_AMAX:g}", self.amax, "calibrate the model instead of choosing a value",
         )
         require(isinstance(self.measured, bool), self.name, "measured", "True or False", self.measured, "load_scales says it for you")
         require(
@@ -64,7 +66,7 @@ class Calibrated(Scheme):
 
     @classmethod
     def variants(cls) -> tuple[Scheme, ...]:
-        return (cls(), dataclasses.replace(cls(), amax=cls().amax / 3))
+        return (cls(), dataclasses.replace(cls(), amax=cls().amax / 3), dataclasses.replace(cls(), window=32))
 
     def for_module(self, path: str) -> Calibrated:
         if not self.measured:
@@ -106,13 +108,15 @@ class Calibrated(Scheme):
         return Layout((
             PlaneSpec("codes", self.word_dtype, slot.head_dim),
             PlaneSpec("scales", torch.float32, 1, 1, Extent.BATCH, constant=True, encoding=True),
-        ))
+        )).windowed(slot, self.window)
 
     def constants(self, slot: SlotSpec) -> dict[str, torch.Tensor]:
         return {"scales": self.scales_of(slot).values[:, None, None]}
 
     def scales_of(self, slot: SlotSpec) -> Scales:
-        """Return the scales of a slot. Raises ScalesMissing for a measured scheme that is not of one attention (``for_module``)."""
+        """Return the scales of a slot. Raises ScalesMissing for a measured scheme with the scales of a whole model; ``for_module`` selects
+        one attention.
+        """
         if isinstance(self.scales, SiteScales):
             return self.scales.for_role(slot.role)
         if self.measured:
@@ -120,7 +124,7 @@ class Calibrated(Scheme):
         return Scales(self.guessed())
 
     def guessed(self) -> torch.Tensor:
-        """Return the scale [1] that covers ``amax``, for schemes without measured ones."""
+        """Return the scale [1] that covers the magnitude ``amax``, for a scheme without measured scales."""
         return stored_scale(torch.tensor([self.amax], device="cpu"), self.qmax, torch.float32)
 
     @property
@@ -162,7 +166,10 @@ class Calibrated(Scheme):
         return (self.pack(nothing, nothing != 0),)
 
     def bound(self, slot: SlotSpec) -> sympy.Expr | None:
-        """Return the rounding within the range plus the excess beyond it; None for a whole model's scales, which differ by attention."""
+        """Return a bound on |x - decode(encode(x))| of one channel, in ``AMAX``: rounding in range plus the excess beyond it.
+
+        None if ``scales`` are those of a whole model, which differ by attention.
+        """
         if self.measured and not isinstance(self.scales, SiteScales):
             return None
         scales = self.scales_of(slot).values

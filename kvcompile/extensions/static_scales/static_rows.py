@@ -2,7 +2,8 @@
 
 A program has ROWS new tokens of one kv head of one batch row, and that head's scale. Nothing is reduced, so Inductor could compute the
 codes as well; but it converts to e4m3 only on devices that do, and divides every position by the rows of a page in 64 bits. The kernel's
-codes equal those of ``append_body`` bit for bit; a test compares them. Positions outside of the planes make the last row NaN in both.
+codes equal those of ``append_body`` bit for bit; a test compares them. Positions outside of the planes make the last row NaN in both, or
+are left out (``rows``).
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -17,8 +18,9 @@ import triton
 import triton.language as tl
 
 from kvcompile import schemes
+from kvcompile.lowering.append.absmax import e4m3_codes, e4m3_kind
 from kvcompile.lowering.append.rounding import MAGIC, quotient
-from kvcompile.lowering.append.rows import _e4m3, by_constant, converts, plain, row_places, tokens_of
+from kvcompile.lowering.append.rows import by_constant, plain, row_places, tokens_of, written
 from kvcompile.types import Static
 
 TILE = 4096
@@ -29,16 +31,19 @@ TILE = 4096
 def append_static(
     X, CODES, POS, SCALES, x_b, x_h, x_s, x_d, count, pages, codes_n, codes_b, codes_h, pos_b, pos_s, scales_h, HEADS: tl.constexpr,
     PAGE: tl.constexpr, D: tl.constexpr, E4M3: tl.constexpr, QMAX: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    SKIP: tl.constexpr,
 ):
-    """Encode and store the tokens of one slot. Grid: blocks of ROWS tokens times kv heads, the heads first; batch rows.
+    """Encode ROWS tokens of one kv head of one batch row by the head's entry in SCALES; write CODES at the tokens' positions.
 
-    COLUMNS: D rounded up to a power of two.
+    Grid: blocks of ROWS tokens times kv heads, the heads first; batch rows. COLUMNS: D rounded up to a power of two. A position outside of
+    the planes makes their last row NaN.
     """
     program, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     h = (program % HEADS).to(tl.int64)
     s = (program // HEADS) * ROWS + tl.arange(0, ROWS)
     there = s < count
     given = tl.load(POS + b * pos_b + s.to(tl.int64) * pos_s, mask=there, other=0)
+    there = written(there, given, pages, PAGE, SKIP)
     inside, page, row = row_places(given, pages, PAGE)
     channel = tl.arange(0, COLUMNS)
     mask = there[:, None] & (channel < D)[None, :]
@@ -52,7 +57,7 @@ def append_static(
         # The low bits of the sum with MAGIC are the rounded integer.
         code = tl.where(fine, (scaled + MAGIC).to(tl.int32, bitcast=True) & 255, 128)
     elif E4M3 == 1:
-        code = tl.where(fine, _e4m3(scaled), 127)
+        code = tl.where(fine, e4m3_codes(scaled), 127)
     else:
         code = tl.where(fine, scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32), 127)
     to = CODES + page * codes_n + b * codes_b + h * codes_h + row * D
@@ -67,6 +72,7 @@ class StaticRows(NamedTuple):
     pos: torch.Tensor
     scales: torch.Tensor
     scheme: str
+    skip: bool = False
 
     @property
     def rule(self) -> Static:
@@ -98,7 +104,8 @@ class StaticRows(NamedTuple):
         rule = self.rule
         return {
             "HEADS": self.x.shape[1], "PAGE": self.planes[0].shape[3], "D": self.x.shape[3],
-            "E4M3": rule.e4m3 * (1 + converts(self.x.device)), "QMAX": rule.largest, "ROWS": self.rows, "COLUMNS": self.columns,
+            "E4M3": e4m3_kind(rule.e4m3, self.x.device), "QMAX": rule.largest, "ROWS": self.rows, "COLUMNS": self.columns,
+            "SKIP": int(self.skip),
         }
 
 

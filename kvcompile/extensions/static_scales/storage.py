@@ -26,7 +26,7 @@ FILE = ModelFile(
 
 
 def save_scales(scheme: Calibrated, path: str | Path, extra: Mapping[str, str] | None = None) -> None:
-    """Write a measured scheme's scales; ``extra``: more metadata. The file appears whole or not at all."""
+    """Write a measured scheme's scales, without its window; ``extra``: more metadata. The file appears whole or not at all."""
     if not isinstance(scheme.scales, ModelScales):
         raise BadScales(
             expected="a scheme with the scales of a model", found=scheme.spec(),
@@ -52,6 +52,8 @@ def load_scales(path: str | Path, model: torch.nn.Module) -> Calibrated:
 
 
 def _declared(metadata: Mapping[str, str], sites: list[str]) -> dict[str, Entry]:
-    """Declare one scale, or one for each kv head, of the keys and the values of every attention."""
+    """Return the tensors that a file of these metadata must hold: one scale, or one for each kv head, of keys and values of every
+    attention.
+    """
     del metadata
     return {f"{site}.{role.value}": Entry((None,), least=LEAST_SCALE, most=MOST_SCALE) for site in sites for role in Role}

@@ -42,20 +42,23 @@ def append_window_traced(*operands: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def append_both(*operands: Any) -> None:
-    """Run ``append`` for keys and for values, in one launch where possible; ``operands``: those of both calls, joined."""
+    """Run ``append`` for keys and for values, in one launch if possible.
+
+    ``operands``: the operands of ``append`` for keys, then the operands for values.
+    """
     _rows(_halves(operands))
 
 
 def append_window_both(*operands: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Run ``append_window`` for keys and for values, in one launch where possible; ``operands``: those of both calls, joined.
+    """Run ``append_window`` for keys and for values, in one launch if possible; return the results of both calls.
 
-    Returns each call's results.
+    ``operands``: those of the call for keys, then those of the call for values.
     """
     return _windows(_halves(operands))
 
 
 def _halves(operands: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-    """Split the operands of two calls with equal numbers of operands."""
+    """Split ``operands``, those of two calls one after the other, into the operands of each call."""
     count = len(operands) // 2
     return [operands[:count], operands[count:]]
 
@@ -84,7 +87,7 @@ def _rows(calls: list[tuple[Any, ...]]) -> None:
 
 
 def _tabled(call: tuple[Any, ...]) -> None:
-    """Run one ``append``, by its scheme's own kernel for a constant plane if that supports the call, else by its body."""
+    """Run one ``append``: by the scheme's own kernel for its constant plane if that kernel supports the call, else by the eager body."""
     if len(call) == TABLED_OPERANDS and call[4] is None and len(call[5]) == 1:
         x, planes, pos, scheme, _, (constant,) = call
         own = append_of(scheme)
@@ -131,9 +134,9 @@ BOTH: dict[Any, Any] = {ops.append: append_both, ops.append_window: append_windo
 
 
 def pair(graph: fx.Graph) -> None:
-    """Merge two appends of one operation into one call at the second one's node, if the first may happen as late as that.
+    """Merge two appends, of keys and of values, into one call at the second one's node, if delaying the first to there changes no result.
 
-    That holds if no node between them uses the first one's results or planes, or changes anything in place.
+    It changes none if no node between them uses the first one's results or planes, or changes anything in place.
     """
     for node in list(graph.find_nodes(op="call_function", target=ops.keep_first)):
         _defer(node)
@@ -157,9 +160,9 @@ def pair(graph: fx.Graph) -> None:
 
 
 def _defer(node: fx.Node) -> None:
-    """Move the operation that keeps first tokens, with the slice that only it takes, behind appends of ours that follow it.
+    """Move the operation that keeps first tokens, with the slice that only it reads, after the kernel appends that follow it.
 
-    It writes planes of its own, so it may move past an append, but not past a reader of its planes or other in-place changes.
+    The operation writes planes of its own, so it may move past an append, but not past a reader of its planes or other in-place changes.
     """
     own: set[fx.Node] = {node, *node.args[1]}  # type: ignore[misc]
     tokens = node.args[0]
@@ -179,7 +182,7 @@ def _is_result(node: fx.Node, first: fx.Node) -> bool:
 
 
 def _uses(node: fx.Node, first: fx.Node) -> bool:
-    """Return whether a node reads an append's results or one of its planes."""
+    """Return whether ``node`` reads the results of the append ``first`` or one of its planes."""
     made = {first, *first.users, *(first.args[1])}  # type: ignore[misc]
     return any(item in made for item in node.all_input_nodes)
 

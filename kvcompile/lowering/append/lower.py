@@ -15,7 +15,9 @@ from kvcompile.lowering.host.launch_node import lower_launches
 
 
 def lower_append(*operands: Any) -> None:
-    """Add the kernels of ``append_kernel`` or ``append_kernel_pair``; operands are boxes, lists of boxes and constants."""
+    """Add the kernels of ``append_kernel`` or ``append_kernel_pair`` to Inductor's graph; the operands are boxes, lists of boxes and
+    constants.
+    """
     lower_launches(rows_by_kernels, operands, [plane for planes in operands[1::ROW_OPERANDS] for plane in planes])
 
 
@@ -25,6 +27,6 @@ def lower_append_own(*operands: Any) -> None:
 
 
 def lower_append_window(*operands: Any) -> Any:
-    """Return the newest tokens: one box for ``append_window_kernel``, a tuple of two for ``append_window_kernel_pair``."""
+    """Add the kernels of ``append_window_kernel`` or its pair to Inductor's graph; return the newest tokens, one box or a tuple of two."""
     newest = lower_launches(windows_by_kernels, operands, [plane for planes in operands[1::WINDOW_OPERANDS] for plane in planes])
     return newest[0] if len(newest) == 1 else tuple(newest)

@@ -40,7 +40,10 @@ def _slots(operands: tuple[Any, ...], count: int) -> list[tuple[Any, ...]]:
 
 
 def rows_by_kernels(launcher: Launcher, *operands: Any) -> list[torch.Tensor]:
-    """Start the kernels of ``append_kernel``; returns an empty list."""
+    """Encode new tokens and write them into the planes of one or two slots, by kernels that ``launcher`` starts; return [].
+
+    ``operands``: x, planes, positions and scheme of each slot, one slot after another, as of ``append_kernel`` and ``append_kernel_pair``.
+    """
     from kvcompile.lowering.append.rows import Rows, append_rows
 
     append_rows([Rows(*slot) for slot in _slots(operands, ROW_OPERANDS)], launcher)

@@ -4,7 +4,8 @@ A program has ROWS new tokens of one kv head of one batch row: it loads the chan
 largest magnitude of every group, and packs codes equal to ``Symmetric.encode``'s, for schemes with a rule
 (``Scheme.absmax``). Tracing the body instead gives Inductor kernels that pass x / scale through memory if the parts of a
 word are in different groups, and 64-bit divisions of every position. Bit for bit equal to the body, which a test checks.
-Positions outside of the planes poison the last row, as in ``ops.operations.append_body``.
+Positions outside of the planes poison the last row, as in ``ops.operations.append_body``; or, with SKIP, tokens with negative ones are left
+out, as in a pool of blocks (``lowering.paged``), and one beyond the planes ends a GPU's process where assertions are on.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -20,7 +21,7 @@ import triton
 import triton.language as tl
 
 from kvcompile import schemes
-from kvcompile.lowering.append.rounding import MAGIC, quotient, rounded_up
+from kvcompile.lowering.append.absmax import absmax_scale, e4m3_kind, symmetric_codes
 from kvcompile.lowering.append.slot_kernels import SlotLaunch, slot_kernels
 from kvcompile.lowering.attention_plugins import AppendKernel
 from kvcompile.lowering.host.launches import Direct, Launcher
@@ -32,21 +33,11 @@ TILE = 4096
 
 
 @triton.jit
-def _e4m3(x):
-    """Return e4m3 codes, int32, of numbers up to 448 in magnitude, rounded to nearest; for devices without that conversion."""
-    bits = x.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    normal = (magnitude - (120 << 23) + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20
-    # Below 2^-6 values are multiples of 2^-9, which is the last bit of float32 at 2^14.
-    small = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) & 255
-    return tl.where(magnitude < (121 << 23), small, normal) | ((bits >> 24) & 128)
-
-
-@triton.jit
 def row_places(given, pages, PAGE: tl.constexpr):
-    """Return which positions are within the planes, and the pages and rows to write; other positions go to the last row, to poison it.
+    """Return (inside, page, row) of the positions ``given``: whether each is within ``pages`` pages, and the page and row to write.
 
-    Takes loaded positions: torch counts a pointer argument as written if the helper's result is used in an address.
+    A position outside is given the last row of the last page. Callers write NaN there, so that a wrong position shows in attention's
+    result. Takes loaded positions: torch counts a pointer argument as written if the helper's result is used in an address.
     """
     room = pages * PAGE
     inside = (given >= 0) & (given < room)
@@ -55,17 +46,30 @@ def row_places(given, pages, PAGE: tl.constexpr):
 
 
 @triton.jit
+def written(there, given, pages, PAGE: tl.constexpr, SKIP: tl.constexpr):
+    """Return the mask of tokens to write: ``there`` or, with SKIP, ``there`` without the tokens at positions outside of the planes."""
+    if SKIP:
+        tl.device_assert(given < pages * PAGE, "expected slots of the pool, found one behind its last", mask=there)
+        there = there & (given >= 0) & (given < pages * PAGE)
+    return there
+
+
+@triton.jit
 def _append_rows(
     program, b, X, CODES, SCALES, POS, x_b, x_h, x_s, x_d, count, pages, codes_n, scales_n, pos_b, pos_s, codes_b, codes_h, scales_b,
     scales_h, HEADS: tl.constexpr, PAGE: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, BITS: tl.constexpr,
     GROUP: tl.constexpr, E4M3: tl.constexpr, QMAX: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr, ROWS: tl.constexpr,
-    UNITS: tl.constexpr, UNIT: tl.constexpr,
+    UNITS: tl.constexpr, UNIT: tl.constexpr, SKIP: tl.constexpr,
 ):
-    """Encode and store ROWS tokens of one kv head; a word's WIDTH channels of one part are groups of GROUP, padded to UNITS of UNIT."""
+    """Encode ROWS tokens of one kv head of batch row ``b``; write CODES and SCALES at the tokens' positions.
+
+    The WIDTH channels in one part of the words are WIDTH // GROUP groups with a scale each, padded to UNITS groups of UNIT channels.
+    """
     h = (program % HEADS).to(tl.int64)
     s = (program // HEADS) * ROWS + tl.arange(0, ROWS)
     there = s < count
     given = tl.load(POS + b * pos_b + s.to(tl.int64) * pos_s, mask=there, other=0)
+    there = written(there, given, pages, PAGE, SKIP)
     inside, page, row = row_places(given, pages, PAGE)
     words = CODES + page * codes_n + b * codes_b + h * codes_h + row * WIDTH
     scales = SCALES + page * scales_n + b * scales_b + h * scales_h + row * (PARTS * (WIDTH // GROUP))
@@ -81,21 +85,8 @@ def _append_rows(
         # Magnitudes compare as integers, with infinity and NaN above all numbers.
         top = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2)
         top = tl.where(inside[:, None], top, 0x7FC00000)
-        largest = top.to(tl.float32, bitcast=True)
-        scale = rounded_up(largest * (1 / QMAX), ULP, TINY, SCALES.dtype.element_ty)
-        # Exact, since float32 holds every scale dtype.
-        scale = tl.where(scale.to(tl.float32) < TINY, TINY, scale.to(tl.float32)).to(SCALES.dtype.element_ty)
-        # No clamp: the scale is rounded up, so a quotient exceeds the largest code by rounding alone, and rounds to it.
-        scaled = quotient(x, scale[:, :, None])
-        # Where the scale is NaN: code 0, or e4m3's NaN.
-        coded = tl.where(scale == scale, 2**BITS - 1, 0)[:, :, None]
-        if E4M3 == 0:
-            # The low bits of the sum are those of the integer.
-            code = (scaled + (MAGIC + (2 ** (BITS - 1) if PARTS > 1 else 0))).to(tl.int32, bitcast=True) & coded
-        elif E4M3 == 1:
-            code = (_e4m3(scaled) & coded) | (127 & ~coded)
-        else:
-            code = (scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32) & coded) | (127 & ~coded)
+        scale = absmax_scale(top, QMAX, ULP, TINY, SCALES.dtype.element_ty)
+        code = symmetric_codes(x, scale[:, :, None], BITS, PARTS, E4M3)
         packed = packed | (code << (BITS * part))
         where = part * (WIDTH // GROUP) + unit
         tl.store(scales[:, None] + where[None, :], scale, mask=there[:, None] & (unit < WIDTH // GROUP)[None, :])
@@ -119,7 +110,7 @@ def tokens_of(x: torch.Tensor, columns: int, tile: int) -> int:
 
 
 def launch(kernel: Any, slot: Any, launcher: Launcher | None) -> None:
-    """Start a kernel of one slot, [B, K, S, D], ``slot.rows`` tokens a program; ``launcher`` None launches at once."""
+    """Start a kernel of one slot, [B, K, S, D], ``slot.rows`` tokens a program; ``launcher`` None starts it immediately."""
     launcher = launcher or Direct(slot.x.device.type == "cuda")
     grid = ((slot.x.shape[2] + slot.rows - 1) // slot.rows * slot.x.shape[1], slot.x.shape[0])
     launcher.kernel(kernel, grid, *slot.operands(), warps=1 if slot.rows == 1 else None, **slot.constants())
@@ -142,22 +133,18 @@ def plain(x: torch.Tensor, planes: Sequence[torch.Tensor]) -> bool:
     return in_order and x.dtype in {torch.float16, torch.bfloat16, torch.float32}
 
 
-def converts(device: torch.device) -> bool:
-    """Return whether a device has an instruction that converts to e4m3."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-
-
 class Rows(NamedTuple):
-    """The operands of ``append``, with the sizes of its kernel."""
+    """The operands of ``append``, with the sizes of its kernel; ``skip``: leave out tokens at negative positions."""
 
     x: torch.Tensor
     planes: list[torch.Tensor]
     pos: torch.Tensor
     scheme: str
+    skip: bool = False
 
     @property
     def rule(self) -> AbsMax:
-        """The scheme's encoding rule; only for slots that ``fits`` accepts."""
+        """The rule by which kernels encode the scheme's tokens; only for slots that ``fits`` accepts."""
         rule = schemes.parse(self.scheme).absmax(self.x.shape[3])
         assert rule is not None
         return rule
@@ -185,9 +172,9 @@ class Rows(NamedTuple):
         width = self.x.shape[3] // rule.parts
         return {
             "HEADS": self.x.shape[1], "PAGE": self.planes[0].shape[3], "WIDTH": width, "PARTS": rule.parts, "BITS": rule.bits,
-            "GROUP": rule.group, "E4M3": rule.e4m3 * (1 + converts(self.x.device)), "QMAX": rule.largest, "ULP": SCALE_ULP[dtype],
+            "GROUP": rule.group, "E4M3": e4m3_kind(rule.e4m3, self.x.device), "QMAX": rule.largest, "ULP": SCALE_ULP[dtype],
             "TINY": TINY[dtype], "ROWS": self.rows, "UNITS": triton.next_power_of_2(width // rule.group),
-            "UNIT": triton.next_power_of_2(rule.group),
+            "UNIT": triton.next_power_of_2(rule.group), "SKIP": int(self.skip),
         }
 
 
@@ -203,7 +190,9 @@ def fits(slot: Rows) -> bool:
 
 
 def append_rows(slots: Sequence[Rows], launcher: Launcher | None = None) -> None:
-    """Run ``append_body`` for one slot, or two of one batch, in one launch; slots must satisfy ``fits``. None launches at once."""
+    """Run ``append_body`` in one launch for one slot, or for two slots of one batch, that ``fits`` accepts; ``launcher`` None starts it
+    immediately.
+    """
     batch = slots[0].x.shape[0]
     assert all(slot.x.shape[0] == batch for slot in slots)
     # One token has few channels for each thread of one warp; more warps would only wait for each other.

@@ -4,7 +4,7 @@ The first launch reads the window and the clock: a program has ROWS positions of
 ROWS, so that it owns whole blocks within one page of the planes. It takes the call's tokens from x, and earlier tokens of
 the first block from the window, encodes them, and writes them to the newest tokens. The second launch
 copies the last W of those into the window and updates the clock. Together they compute ``ops.append_window.append_window_body`` for
-schemes that quantize by minimum and maximum (``Scheme.minmax``), with ``window_token``'s rounding. A test compares them.
+schemes whose codes ``window_token`` makes, with its rounding. A test compares them.
 
 A program whose positions are outside of the planes, before 0 or behind the last page, writes its newest tokens and encodes the
 nearest tile inside: another program encodes that tile too, to equal bytes, or it is the first or last block, which the
@@ -25,7 +25,7 @@ import triton.language as tl
 
 from kvcompile.lowering.append.rounding import quads_of_words
 from kvcompile.lowering.append.slot_kernels import SlotLaunch, slot_kernels
-from kvcompile.lowering.append.window_token import NORMED, WindowSlot, corrected, held_behind, known, minmax_codes, normed, origin_of
+from kvcompile.lowering.append.window_token import NORMED, WindowSlot, block_codes, corrected, held_behind, known, normed, origin_of
 from kvcompile.lowering.host.launches import Direct, Launcher
 
 TILE = 4096
@@ -43,13 +43,18 @@ MOST_ELEMENTS = 8192
 
 @triton.jit
 def _refused(there, said, s, first, used, ordered, room):
-    """Return the mask of tokens ``s`` of the call, where ``there``, that are out of order or past the store's end; ``said``: positions."""
+    """Return the mask of those of the call's tokens ``s`` that are refused: out of order, or past the store's end.
+
+    ``there``: which of them exist; ``said``: the positions given for them; ``room``: the end of the store.
+    """
     return there & ((ordered & (said == first + s) & (said - used < room)) == 0)
 
 
 @triton.jit
 def _new(s, SOURCE, POSITIONS, first, used, ordered, count, room, x_s, x_d, pos_s, D: tl.constexpr):
-    """Return tokens ``s`` [n] of the call as [n, D], 0 for indices outside of the call, and the mask of refused tokens (to become NaN)."""
+    """Return tokens ``s`` [n] of the call as [n, D], 0 for indices outside of the call, and the mask of those that are refused (to become
+    NaN).
+    """
     there = (s >= 0) & (s < count)
     said = tl.load(POSITIONS + s * pos_s, mask=there, other=0)
     x = tl.load(SOURCE + s[:, None] * x_s + tl.arange(0, D)[None, :] * x_d, mask=there[:, None], other=0.0)
@@ -58,7 +63,10 @@ def _new(s, SOURCE, POSITIONS, first, used, ordered, count, room, x_s, x_d, pos_
 
 @triton.jit
 def _give(recent, s, x, poisoned, count, W: tl.constexpr, D: tl.constexpr):
-    """Store tokens ``s`` [n] among the newest ones, NaN if ``poisoned``. Two stores, since a select would unpack 16-bit pairs."""
+    """Store tokens ``s`` [n] of the call, channels ``x`` [n, D], in ``recent``, the tensor of newest tokens, as NaN where ``poisoned``.
+
+    Two stores, since a select would unpack 16-bit pairs.
+    """
     to = recent + (W + s)[:, None] * D + tl.arange(0, D)[None, :]
     there = (s >= 0) & (s < count)
     tl.store(to, x, mask=(there & (poisoned == 0))[:, None])
@@ -70,9 +78,14 @@ def _append_blocks(
     program, b, X, RING, CLOCK, CODES, SCALES, ZEROS, OWN, POS, ORIGIN, RECENT, x_b, x_h, x_s, x_d, count, pages, codes_n, scales_n,
     pos_b, pos_s, codes_b, codes_h, scales_b, scales_h, own_b, own_h, D: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr,
     HEADS: tl.constexpr, BITS: tl.constexpr, PARTS: tl.constexpr, SEGMENTS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
-    SUB: tl.constexpr, HAS_ORIGIN: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr, ROWS: tl.constexpr,
+    SUB: tl.constexpr, QMAX: tl.constexpr, E4M3: tl.constexpr, HAS_ORIGIN: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
-    """Append ROWS positions of one kv head of one batch row. The window, the clock and the newest tokens must be contiguous."""
+    """Append ROWS positions of one kv head of batch row ``b``: write RECENT, the newest tokens, and CODES, SCALES, ZEROS of whole blocks.
+
+    ZEROS only without QMAX; if SUB is NORMED also norms, to OWN. RING and CLOCK are only read: ``_roll`` writes them. They and RECENT are
+    contiguous.
+    """
     h = (program % HEADS).to(tl.int64)
     tile = program // HEADS
     first = tl.load(POS + b * pos_b)
@@ -136,7 +149,7 @@ def _append_blocks(
         grouped = tl.reshape(content, [ROWS // BLOCK, BLOCK, D])
     else:
         grouped = tl.reshape(content, [ROWS * (D // GROUP), GROUP, 1])
-    codes, scale, zero = minmax_codes(grouped, SCALES.dtype.element_ty, BITS, ULP, TINY)
+    codes, scale, zero = block_codes(grouped, SCALES.dtype.element_ty, BITS, PARTS, QMAX, E4M3, ULP, TINY)
 
     page, row = stand // PAGE, (stand % PAGE).to(tl.int32)
     codes = tl.reshape(codes, [ROWS, D])
@@ -150,18 +163,22 @@ def _append_blocks(
         to = CODES + page * codes_n + b * codes_b + h * codes_h + (row + i)[:, None] * (SEGMENTS * (D // PARTS))
         w = tl.arange(0, D // PARTS)
         for byte in tl.static_range(SEGMENTS):
-            tl.store(to + byte * (D // PARTS) + w[None, :], ((words >> (8 * byte)) & 255).to(tl.uint8), mask=touched[:, None])
+            tl.store(to + byte * (D // PARTS) + w[None, :], ((words >> (8 * byte)) & 255).to(CODES.dtype.element_ty), mask=touched[:, None])
     WIDTH: tl.constexpr = D if BLOCK > 1 else D // GROUP
     i = tl.arange(0, ROWS // BLOCK)
     at = page * scales_n + b * scales_b + h * scales_h + (row // BLOCK + i)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     touched = ((i >= since) & (i <= until))[:, None]
     tl.store(SCALES + at, tl.reshape(scale, [ROWS // BLOCK, WIDTH]), mask=touched)
-    tl.store(ZEROS + at, tl.reshape(zero, [ROWS // BLOCK, WIDTH]), mask=touched)
+    if QMAX == 0:
+        tl.store(ZEROS + at, tl.reshape(zero, [ROWS // BLOCK, WIDTH]), mask=touched)
 
 
 @triton.jit
 def _first_apart(positions, first, count, pos_s):
-    """Return the index of the first of ``count`` tokens whose position is not ``first`` plus its index, 0 if all are in order."""
+    """Return the index of the first of ``count`` tokens whose position is not ``first`` plus its index; 0 if there is none.
+
+    Token 0, whose position is ``first``, is never apart.
+    """
     least = first * 0 + count
     for part in range(0, count, CHECKED):
         s = part + tl.arange(0, CHECKED)
@@ -175,9 +192,10 @@ def _roll(
     program, b, RING, CLOCK, POS, ORIGIN, RECENT, count, pages, pos_b, pos_s, D: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr,
     HEADS: tl.constexpr, HAS_ORIGIN: tl.constexpr, COPY: tl.constexpr,
 ):
-    """Copy COPY of the newest W tokens of one kv head of one batch row into the window; one program a head updates the clock.
+    """Copy COPY of the W newest tokens of one kv head of batch row ``b`` from RECENT into the window RING.
 
-    Programs read the clock while another writes it.
+    One program a head also writes CLOCK: the row's token count, or the mark of a broken row, and its origin. Other programs read the clock
+    while it is written.
     """
     h = (program % HEADS).to(tl.int64)
     first = tl.load(POS + b * pos_b)
@@ -224,7 +242,7 @@ class Blocks(NamedTuple):
 
     @property
     def copied(self) -> int:
-        """Number of window tokens that one program of the second launch copies."""
+        """Number of window tokens that one program of ROLL copies."""
         return min(self.slot.window.shape[3], self.rows)
 
     @property
@@ -239,8 +257,8 @@ class Blocks(NamedTuple):
 
     @property
     def encoding(self) -> SlotLaunch:
-        """Return the slot's share of the first launch: whole planes, and as many tiles as the tokens may touch at any alignment."""
-        x, pos, (codes, scales, zeros), (own, *own_strides) = self.slot.x, self.slot.pos, self.slot.planes[:3], self.slot.own
+        """The slot's share of the launch of APPEND_BLOCKS: whole planes, and as many tiles as the tokens may touch at any alignment."""
+        x, pos, (codes, scales, zeros), (own, *own_strides) = self.slot.x, self.slot.pos, self.slot.coded, self.slot.own
         operands = (
             x, self.slot.window, self.slot.clock, codes, scales, zeros, own, pos, self.origin, self.exact_newest, x.stride(0), x.stride(1),
             x.stride(2), x.stride(3), x.shape[2], codes.shape[0], codes.stride(0), scales.stride(0), self.pos_b, pos.stride(1),
@@ -251,7 +269,7 @@ class Blocks(NamedTuple):
 
     @property
     def rolling(self) -> SlotLaunch:
-        """Return the slot's share of the second launch."""
+        """The slot's share of the launch of ROLL, which copies the newest tokens into the window and updates the clock."""
         slot, pos = self.slot, self.slot.pos
         operands = (
             slot.window, slot.clock, pos, self.origin, self.exact_newest, slot.x.shape[2], slot.planes[0].shape[0], self.pos_b,
@@ -262,7 +280,7 @@ class Blocks(NamedTuple):
 
 
 def rows_of(slot: WindowSlot) -> int:
-    """Return the positions of a program: about TILE elements, whole blocks, within one page; all are powers of two."""
+    """Return the number of positions per program, a power of two: about TILE elements, in whole blocks, at most a page."""
     constants = slot.constants()
     return max(int(str(constants["BLOCK"])), min(slot.planes[0].shape[3], TILE // slot.x.shape[3]))
 
@@ -279,8 +297,8 @@ def fits(slot: WindowSlot) -> bool:
 def append_window_blocks(slots: Sequence[WindowSlot], launcher: Launcher | None = None) -> list[torch.Tensor]:
     """Append many tokens to one slot or two of one batch in two launches, as ``append_window_body``; return each slot's newest tokens.
 
-    Slots must satisfy ``fits``. ``launcher`` None launches at once. The append overwrites the clock: a caller that needs
-    the origins reads ``WindowSlot.used`` before.
+    Slots must satisfy ``fits``. ``launcher`` None starts the kernels immediately. The kernels overwrite the clock: a caller that needs the
+    origins reads ``WindowSlot.used`` before the call.
     """
     launcher, batch = launcher or Direct(slots[0].x.device.type == "cuda"), slots[0].x.shape[0]
     assert all(slot.x.shape[0] == batch for slot in slots)

@@ -2,12 +2,14 @@
 
 A program has one kv head of one batch row. It reads the window once, writes the newest tokens, encodes the block
 of the new token, and stores the token in the window: ``ops.append_window.append_window_body`` for schemes that
-quantize by minimum and maximum (``Scheme.minmax``). Rounding equals that of ``schemes.asymmetric`` bit for bit
-(``rounding``); a test compares the two. Any other append uses the traced body.
+quantize by minimum and maximum (``Scheme.minmax``) or by the largest magnitude (``Scheme.absmax``). Rounding equals that of
+``schemes.asymmetric`` and ``schemes.symmetric`` bit for bit (``rounding``, ``absmax``); a test compares them. Any other append uses the
+traced body.
 
 OWN is the scheme's own plane, and SUB its kind. Above 0: the errors of SUB channels at a time are fed back to later channels
 (``MinMax.subblock``), and a block is encoded once, by the token that completes it, as no reader needs its codes earlier. The products equal
 the body's but for the order of their sums, so a code may be one off. NORMED: a plane of norms (``MinMax.norms``), with the codes' layout.
+QMAX: the largest code of symmetric codes, which have no zero points; 0 for codes by minimum and maximum.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -23,13 +25,14 @@ import triton
 import triton.language as tl
 
 from kvcompile import schemes
+from kvcompile.lowering.append.absmax import absmax_scale, e4m3_kind, symmetric_codes
 from kvcompile.lowering.append.rounding import MAGIC, greater, lesser, quotient, rounded_down, rounded_up
 from kvcompile.lowering.append.slot_kernels import SlotLaunch, slot_kernels
 from kvcompile.lowering.host.launches import Direct, Launcher
 from kvcompile.lowering.ops import append_window
 from kvcompile.lowering.ops.append_window import _encoded, one_token
 from kvcompile.schemes.symmetric import SCALE_ULP, TINY
-from kvcompile.types import LEAST_HELD
+from kvcompile.types import LEAST_HELD, AbsMax, MinMax
 
 NORMED = tl.constexpr(-1)
 """Value of SUB if tokens are divided by their norms."""
@@ -38,6 +41,9 @@ BROKEN = tl.constexpr(append_window.BROKEN)
 LEAST = tl.constexpr(LEAST_HELD)
 MOST_PLACE = tl.constexpr(append_window.MOST_PLACE)
 SHOWN = tl.constexpr(append_window.SHOWN)
+
+MOST_ABSMAX = 1 << 15
+"""Most elements of a window whose tokens are encoded by their largest magnitude: a program holds the window in registers."""
 
 
 @triton.jit
@@ -58,26 +64,54 @@ def minmax_codes(grouped, stored: tl.constexpr, BITS: tl.constexpr, ULP: tl.cons
 
 
 @triton.jit
+def block_codes(
+    grouped, stored: tl.constexpr, BITS: tl.constexpr, PARTS: tl.constexpr, QMAX: tl.constexpr, E4M3: tl.constexpr, ULP: tl.constexpr,
+    TINY: tl.constexpr,
+):
+    """Return (codes int32 [n, group, m], scales [n, 1, m], zero points [n, 1, m]) of float32 [n, group, m].
+
+    Symmetric codes have no zero points: their scales are returned in both places.
+    """
+    if QMAX > 0:
+        # Magnitudes compare as integers, with infinity and NaN above all numbers.
+        top = tl.max(grouped.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1, keep_dims=True)
+        scale = absmax_scale(top, QMAX, ULP, TINY, stored)
+        codes = symmetric_codes(grouped, scale, BITS, PARTS, E4M3)
+        return codes, scale, scale
+    else:  # noqa: RET505 - a constant decides, and Triton compiles one branch
+        return minmax_codes(grouped, stored, BITS, ULP, TINY)
+
+
+@triton.jit
 def corrected(
     content, MOVES, stored: tl.constexpr, BLOCK: tl.constexpr, SUB: tl.constexpr, BITS: tl.constexpr, ULP: tl.constexpr,
     TINY: tl.constexpr,
 ):
-    """Return float32 [n, D] of whole blocks of BLOCK tokens, to which the code errors of SUB earlier channels at a time were added.
+    """Return tokens ``content`` [n, D], float32, whole blocks of BLOCK tokens, with error feedback applied to their channels.
 
-    MOVES: [D, D], nonzero only if a column's channel comes after the row's SUB channels, so an encoded channel does not change again.
+    SUB channels at a time are quantized, and their errors times MOVES [D, D] are added to later channels. MOVES is zero for the sub-block
+    itself and all channels before it, so a channel that was quantized does not change again.
+
+    One loop, not unrolled, and it quantizes a panel of channels at a time: instructions and compile time do not depend on D // SUB. A panel
+    has at least 16 channels, the least that tensor cores sum over; the errors of those outside of the sub-block are zero.
     """
     N: tl.constexpr = content.shape[0]
     D: tl.constexpr = content.shape[1]
-    d = tl.arange(0, D)
-    for part in tl.static_range(D // SUB - 1):
-        grouped = tl.reshape(content, [N // BLOCK, BLOCK, D])
-        codes, scale, zero = minmax_codes(grouped, stored, BITS, ULP, TINY)
-        error = tl.reshape(codes.to(tl.float32) * scale.to(tl.float32) + zero.to(tl.float32) - grouped, [N, D])
-        error = tl.where((d // SUB == part)[None, :] & (tl.abs(error) < float("inf")), error, 0.0)
-        # Only SUB channels are nonzero, so the sum extracts them.
-        own = tl.sum(tl.reshape(error, [N, D // SUB, SUB]), 1)
-        moves = tl.load(MOVES + (part * SUB + tl.arange(0, SUB))[:, None] * D + d[None, :])
-        content = content + tl.dot(own, moves, input_precision="tf32x3")
+    PANEL: tl.constexpr = SUB if SUB > 16 else 16  # noqa: FURB136 - of tensors, to Triton
+    panel = tl.arange(0, PANEL)
+    within = tl.arange(0, D // PANEL)
+    # One stage: copies ahead of the dot would take shared memory for rows that the reductions hide anyway.
+    for part in tl.range(0, D // SUB - 1, num_stages=1, loop_unroll_factor=1):
+        at = part * SUB // PANEL
+        # The sum extracts panel ``at``: others are set to zero, not multiplied by it, as their content may be NaN.
+        parts = tl.where((within == at)[None, :, None], tl.reshape(content, [N, D // PANEL, PANEL]), 0.0)
+        own = tl.reshape(tl.sum(parts, 1), [N // BLOCK, BLOCK, PANEL])
+        codes, scale, zero = minmax_codes(own, stored, BITS, ULP, TINY)
+        error = tl.reshape(codes.to(tl.float32) * scale.to(tl.float32) + zero.to(tl.float32) - own, [N, PANEL])
+        channel = at * PANEL + panel
+        error = tl.where((channel // SUB == part)[None, :] & (tl.abs(error) < float("inf")), error, 0.0)
+        moves = tl.load(MOVES + channel[:, None] * D + tl.arange(0, D)[None, :])
+        content = content + tl.dot(error, moves, input_precision="tf32x3")
     return content
 
 
@@ -132,10 +166,13 @@ def held_behind(end, room, follows, fits, expected, found, held, kept, given, HA
 @triton.jit
 def _encode_block(
     content, t, last, CODES, SCALES, ZEROS, OWN, codes_n, scales_n, D: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr,
-    PARTS: tl.constexpr, SEGMENTS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, SUB: tl.constexpr, ULP: tl.constexpr,
-    TINY: tl.constexpr,
+    PARTS: tl.constexpr, SEGMENTS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, SUB: tl.constexpr, QMAX: tl.constexpr,
+    E4M3: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr,
 ):
-    """Encode and store block ``last``, its tokens ``t`` [BLOCK] with ``content`` float32 [BLOCK, D], of one kv head of one batch row."""
+    """Encode block ``last``, its tokens ``t`` [BLOCK] with ``content`` float32 [BLOCK, D], of one kv head of one batch row.
+
+    Written: its entries of CODES, SCALES, ZEROS (only without QMAX) and, if SUB is NORMED, of OWN: the norms. The pointers are to the head.
+    """
     if SUB > 0:
         content = corrected(content, OWN, SCALES.dtype.element_ty, BLOCK, SUB, BITS, ULP, TINY)
     if SUB == NORMED:
@@ -146,19 +183,20 @@ def _encode_block(
         grouped = tl.reshape(content, [1, BLOCK, D])
     else:
         grouped = tl.reshape(content, [D // GROUP, GROUP, 1])
-    codes, scale, zero = minmax_codes(grouped, SCALES.dtype.element_ty, BITS, ULP, TINY)
+    codes, scale, zero = block_codes(grouped, SCALES.dtype.element_ty, BITS, PARTS, QMAX, E4M3, ULP, TINY)
 
     planar = tl.reshape(codes, [BLOCK, PARTS, D // PARTS])
     words = tl.sum(planar << (BITS * tl.arange(0, PARTS))[None, :, None], 1)
     row = CODES + (t // PAGE) * codes_n + (t % PAGE) * (SEGMENTS * (D // PARTS))
     w = tl.arange(0, D // PARTS)
     for byte in tl.static_range(SEGMENTS):
-        tl.store(row[:, None] + byte * (D // PARTS) + w[None, :], ((words >> (8 * byte)) & 255).to(tl.uint8))
+        tl.store(row[:, None] + byte * (D // PARTS) + w[None, :], ((words >> (8 * byte)) & 255).to(CODES.dtype.element_ty))
     per_row: tl.constexpr = D if BLOCK > 1 else D // GROUP
     rows_a_page: tl.constexpr = PAGE // BLOCK
     at = (last // rows_a_page) * scales_n + (last % rows_a_page) * per_row + tl.arange(0, per_row)
     tl.store(SCALES + at, tl.reshape(scale, [per_row]))
-    tl.store(ZEROS + at, tl.reshape(zero, [per_row]))
+    if QMAX == 0:
+        tl.store(ZEROS + at, tl.reshape(zero, [per_row]))
 
 
 @triton.jit
@@ -166,9 +204,13 @@ def _append_token(
     program, X, RING, CLOCK, CODES, SCALES, ZEROS, OWN, POS, ORIGIN, RECENT, x_b, x_h, x_d, pages, codes_n, scales_n, pos_b, codes_b,
     codes_h, scales_b, scales_h, own_b, own_h, D: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr,
     BITS: tl.constexpr, PARTS: tl.constexpr, SEGMENTS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, SUB: tl.constexpr,
-    HAS_ORIGIN: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr,
+    QMAX: tl.constexpr, E4M3: tl.constexpr, HAS_ORIGIN: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr,
 ):
-    """Append one token of one kv head of one batch row; see the module. The window and the clock must be contiguous."""
+    """Append one token of one kv head of one batch row: write RECENT, the newest tokens, put the token into RING, and update CLOCK.
+
+    Its block is encoded by ``_encode_block``, with error feedback (SUB > 0) only when complete. A token out of order becomes NaN. RING, the
+    window, and CLOCK must be contiguous. See the module.
+    """
     b = (program // HEADS).to(tl.int64)
     h = (program % HEADS).to(tl.int64)
     d = tl.arange(0, D)
@@ -215,7 +257,8 @@ def _append_token(
     if ((start + 1) % BLOCK == 0) | (SUB <= 0):
         _encode_block(
             content, t, last, CODES + b * codes_b + h * codes_h, SCALES + b * scales_b + h * scales_h, ZEROS + b * scales_b + h * scales_h,
-            OWN + b * own_b + h * own_h, codes_n, scales_n, D, PAGE, BITS, PARTS, SEGMENTS, GROUP, BLOCK, SUB, ULP, TINY,
+            OWN + b * own_b + h * own_h, codes_n, scales_n, D, PAGE, BITS, PARTS, SEGMENTS, GROUP, BLOCK, SUB, QMAX, E4M3, ULP,
+            TINY,
         )
 
 
@@ -242,16 +285,26 @@ class WindowSlot(NamedTuple):
         return self.planes[_encoded(self.planes) + 1]
 
     @property
+    def rule(self) -> MinMax | AbsMax | None:
+        """The rule by which kernels encode the scheme's tokens; None if no kernel does."""
+        scheme, width = schemes.parse(self.scheme), self.x.shape[3]
+        return scheme.minmax(width) or scheme.absmax(width)
+
+    @property
+    def coded(self) -> list[torch.Tensor]:
+        """The planes of codes, scales and zero points; symmetric codes have no zero points, so their scales take that place."""
+        codes, scales, *zeros = self.planes[: min(_encoded(self.planes), 3)]
+        return [codes, scales, *(zeros or [scales])]
+
+    @property
     def corrects(self) -> bool:
         """Whether code errors are fed back to other channels, by a plane of the scheme."""
-        rule = schemes.parse(self.scheme).minmax(self.x.shape[3])
-        return rule is not None and bool(rule.subblock)
+        return isinstance(self.rule, MinMax) and bool(self.rule.subblock)
 
     @property
     def divides(self) -> bool:
-        """Whether tokens are divided by norms; their plane follows the zero points."""
-        rule = schemes.parse(self.scheme).minmax(self.x.shape[3])
-        return rule is not None and rule.norms
+        """Whether tokens are divided by their norms before they are encoded; the plane of norms follows that of zero points."""
+        return isinstance(self.rule, MinMax) and self.rule.norms
 
     @property
     def own(self) -> tuple[torch.Tensor, int, int]:
@@ -274,7 +327,7 @@ class WindowSlot(NamedTuple):
 
     @property
     def used(self) -> torch.Tensor:
-        """Origins to use, int64 [1 or B]; reads the clock, so it must be taken before the append."""
+        """The rows' origins in force, int64 [1 or B]; reads the clock, which the append overwrites, so read this before the append."""
         first, kept = self.pos[:, 0], self.clock[0, :, 0, 0, 1]
         if self.origin is None:
             return torch.zeros_like(first)
@@ -286,7 +339,7 @@ class WindowSlot(NamedTuple):
 
     def operands(self, exact_newest: torch.Tensor) -> tuple[object, ...]:
         """Return the kernels' arguments, in order: whole planes, no views."""
-        codes, scales, zeros = self.planes[:3]
+        codes, scales, zeros = self.coded
         origin = self.pos if self.origin is None else self.origin
         own, *own_strides = self.own
         return (
@@ -297,32 +350,41 @@ class WindowSlot(NamedTuple):
 
     def constants(self) -> dict[str, Any]:
         """Return the kernels' constants, by name."""
-        rule = schemes.parse(self.scheme).minmax(self.x.shape[3])
+        rule, dtype = self.rule, self.planes[1].dtype
         assert rule is not None
-        dtype = self.planes[1].dtype
-        return {
+        shared = {
             "D": self.x.shape[3], "W": self.window.shape[3], "PAGE": self.planes[0].shape[3], "HEADS": self.x.shape[1], "BITS": rule.bits,
-            "PARTS": rule.parts, "SEGMENTS": rule.segments, "GROUP": rule.group, "BLOCK": rule.block,
-            "SUB": NORMED.value if rule.norms else rule.subblock, "HAS_ORIGIN": self.origin is not None, "ULP": SCALE_ULP[dtype],
-            "TINY": TINY[dtype],
+            "PARTS": rule.parts, "GROUP": rule.group, "HAS_ORIGIN": self.origin is not None, "ULP": SCALE_ULP[dtype], "TINY": TINY[dtype],
         }
+        if isinstance(rule, AbsMax):
+            own = {"SEGMENTS": 1, "BLOCK": 1, "SUB": 0, "QMAX": rule.largest, "E4M3": e4m3_kind(rule.e4m3, self.x.device)}
+        else:
+            sub = NORMED.value if rule.norms else rule.subblock
+            own = {"SEGMENTS": rule.segments, "BLOCK": rule.block, "SUB": sub, "QMAX": 0.0, "E4M3": 0}
+        return shared | own
 
 
 def known(slot: WindowSlot) -> bool:
-    """Return whether kernels support the scheme and the planes: min-max codes, power-of-two sizes, contiguous rows."""
-    rule = schemes.parse(slot.scheme).minmax(slot.x.shape[3])
-    D, W = slot.x.shape[3], slot.window.shape[3]
+    """Return whether a slot can be appended to by kernels: codes by a known rule, sizes that are powers of two, contiguous rows."""
+    rule, D, W = slot.rule, slot.x.shape[3], slot.window.shape[3]
     if rule is None or D & (D - 1) or W & (W - 1):
         return False
-    # Tensor cores need at least 16 channels and tokens.
-    narrow = rule.subblock < 16 or rule.block < 16 or rule.subblock & (rule.subblock - 1)
-    if rule.subblock and (narrow or not slot.own[0].is_contiguous()):
-        return False
-    if rule.norms and not (slot.own[0].is_contiguous() and slot.planes[0].is_contiguous()):
+    if isinstance(rule, AbsMax):
+        if D * W > MOST_ABSMAX or D % rule.group or rule.group & (rule.group - 1):
+            return False
+    elif not _own_known(slot, rule, D):
         return False
     in_order = slot.window.is_contiguous() and slot.clock.is_contiguous()
-    rows = all(plane.stride(4) == 1 and plane.stride(3) == plane.shape[4] for plane in slot.planes[:3])
+    rows = all(plane.stride(4) == 1 and plane.stride(3) == plane.shape[4] for plane in slot.coded)
     return in_order and rows and slot.x.dtype in {torch.float16, torch.bfloat16, torch.float32}
+
+
+def _own_known(slot: WindowSlot, rule: MinMax, channels: int) -> bool:
+    """Return whether kernels can read a scheme's own plane: tensor cores need blocks of 16 tokens and panels of 16 channels."""
+    narrow = channels < 16 or rule.block < 16 or rule.subblock & (rule.subblock - 1)
+    if rule.subblock and (narrow or not slot.own[0].is_contiguous()):
+        return False
+    return not rule.norms or (slot.own[0].is_contiguous() and slot.planes[0].is_contiguous())
 
 
 def fits(slot: WindowSlot) -> bool:
@@ -331,9 +393,10 @@ def fits(slot: WindowSlot) -> bool:
 
 
 def append_window_slots(slots: Sequence[WindowSlot], launcher: Launcher | None = None) -> list[torch.Tensor]:
-    """Append one token to one slot or two in one launch, as ``append_window_body``; returns the newest tokens of each.
+    """Append one token to one slot or two in one launch, as ``append_window_body``; return the newest tokens of each.
 
-    Slots must satisfy ``fits``. ``launcher`` None launches at once. The origins used are ``WindowSlot.used``, to be read before.
+    Slots must satisfy ``fits``. ``launcher`` None starts the kernel immediately. The kernel overwrites the clock: a caller that needs the
+    origins reads ``WindowSlot.used`` before the call.
     """
     results = [slot.exact_newest() for slot in slots]
     APPEND_TOKEN.start(

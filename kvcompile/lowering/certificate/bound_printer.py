@@ -143,7 +143,9 @@ def dtype_of(bound: Bound) -> torch.dtype:
 
 
 def _signed(bound: Bound) -> bool:
-    """Return whether a bound is a sum with a signed symbol (a log-mass), so that its error is relative to its terms, not to itself."""
+    """Return whether a bound is a sum with a signed symbol (a log-mass): its rounding error is then relative to its
+    terms, not to the sum.
+    """
     terms = bound.expression.args
     return bound.expression.is_Add and all(term.is_Symbol for term in terms) and not all(term.is_nonnegative for term in terms)
 
@@ -162,9 +164,9 @@ def aten_source(bound: Bound) -> str:
 
 
 def triton_source(bound: Bound) -> str:
-    """Return the source of a Triton function of the bound's arguments, in order: tensors of ``dtype_of`` or numbers.
+    """Return the source of a Triton function that computes a bound from the bound's arguments, in order, and returns it moved outwards.
 
-    Raises UnprintableBound.
+    Tensor arguments have the dtype ``dtype_of(bound)``; others are numbers. Raises UnprintableBound.
     """
     if dtype_of(bound) is not torch.float64:
         raise UnprintableBound(found=f"{bound.name} in float32, which kernels take as constants")
@@ -184,7 +186,7 @@ def _outward(bound: Bound, printer: StrPrinter, magnitude: str) -> str:
 
 @functools.cache
 def aten(bound: Bound) -> Callable[..., torch.Tensor]:
-    """Return the bound as a torch function of its arguments by name: tensors of ``dtype_of`` or numbers."""
+    """Return a torch function that computes a bound from arguments by name, tensors of dtype ``dtype_of(bound)`` or numbers."""
     source = f"lambda {', '.join(bound.arguments)}: {aten_source(bound)}"
     return eval(source, {"torch": torch, "abs": abs})
 

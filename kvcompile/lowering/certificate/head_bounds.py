@@ -55,7 +55,9 @@ class Sum(NamedTuple):
 
 
 class ValueBounds(NamedTuple):
-    """Bounds on each block's values, float64 [B, K, Q, N], zero for invisible blocks: ``nu`` on norms, ``eta`` on errors of codes."""
+    """Bounds on each block's values, float64 [B, K, Q, N], zero for invisible blocks: ``nu`` on their norms, ``eta`` on norms of coding
+    errors.
+    """
 
     nu: torch.Tensor
     eta: torch.Tensor
@@ -73,7 +75,9 @@ def value_terms(softmax: Sum, eta: torch.Tensor) -> torch.Tensor:
 
 
 def key_bound(softmax: Sum, delta: torch.Tensor, values: ValueBounds, center: torch.Tensor) -> torch.Tensor:
-    """Bound the key error of the output, [B, K, Q] (theorem 2): all deviations of logits, rounding errors of exact keys included."""
+    """Bound the error of the output that comes from keys, [B, K, Q] (theorem 2): all deviations of logits, rounding errors of exact keys
+    included.
+    """
     block = dict(weight=softmax.weight, gap=softmax.gap, delta=delta)
     least = total(_least_term(**block)) + softmax.sink * (1 - 2.0**-20)
     return _key(
@@ -112,7 +116,10 @@ class Certificate(NamedTuple):
 def certificate(
     softmax: Sum, delta: torch.Tensor, values: ValueBounds, output: torch.Tensor, dtype: torch.dtype, chain: float = CHAIN
 ) -> Certificate:
-    """Return the certificate of an output [B, K, Q, Dv] in its accumulator's precision, before it is rounded to ``dtype``."""
+    """Return the certificate of ``output`` [B, K, Q, Dv], which is given in its accumulator's precision and later rounded to ``dtype``.
+
+    ``delta``: bounds on logits' deviations by block, float64 [B, K, Q, N]. ``chain``: rounding steps between a product and the output.
+    """
     value, added = total(value_terms(softmax, values.eta)), accumulation(softmax, values, chain)
     size = norm(output)
     center = _center_norm(norm=size, value_sum=value + added, vmax=values.vmax)

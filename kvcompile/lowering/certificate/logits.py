@@ -36,7 +36,7 @@ class LogitInputs:
         return self.softcap * torch.tanh(scores / self.softcap) if self.softcap > 0 else scores
 
     def logits(self, products: torch.Tensor) -> torch.Tensor:
-        """Add the bias to ``products``' scores, and set invisible tokens to minus infinity."""
+        """Return the logits [B, K, Q, T] from scores of ``products``: the bias is added, and invisible tokens become minus infinity."""
         scores = products if self.bias is None else products + self.bias
         return scores.masked_fill(~self.visible, float("-inf"))
 
@@ -65,7 +65,11 @@ def by_queries(x: torch.Tensor, heads: Sequence[int], queries: int) -> torch.Ten
 def visible_to_queries(
     operands: AttendOperands[torch.Tensor], heads: tuple[int, int], tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return each query's visible tokens, bool [B, 1 or K, Q, T], and its logits' bias, float32 [B or 1, 1 or K, Q, T]; None without."""
+    """Return each query's visible tokens, bool [B, 1 or K, Q, T], and its logits' bias, float32 [B or 1, 1 or K, Q, T]; None without a
+    bias.
+
+    ``heads``: (K, G), kv heads and query heads per kv head; ``tokens``: T.
+    """
     q, bias, S = operands.q, operands.bias, operands.q.shape[2]
     mask = by_queries(visible(operands.hi, operands.lo, operands.keep, tokens), heads, S)
     extra = None

@@ -93,11 +93,11 @@ class Errors:
         return Errors(own, added + own / 64 + size * 2.0**-16, error_feedback)
 
     def where(self, condition: torch.Tensor, rest: torch.Tensor | float) -> Errors:
-        """Return these errors, but no code error and ``rest`` for tokens with ``condition``."""
+        """Return these errors, but with no code error, and ``rest`` as the other error, for tokens where ``condition`` is True."""
         return Errors(torch.where(condition, 0, self.own), torch.where(condition, rest, self.rest), self.error_feedback)
 
     def every(self) -> torch.Tensor:
-        """Bound each channel's error; float64 [B, K, T, D]."""
+        """Bound each channel's total error; float64 [B, K, T, D]."""
         own, rest = self.own.to(torch.float64), self.rest.to(torch.float64)
         return own + rest if self.error_feedback is None else own + own @ self.error_feedback.abs().to(torch.float64) + rest
 
@@ -110,14 +110,21 @@ class Errors:
 
 @dataclass(frozen=True)
 class Turning:
-    """Bounds on rounding by the rotation of channels to or from ``dtype``: of stored keys and queries, or of stored values and results."""
+    """Bounds on the rounding that rotation of channels adds: tokens are rotated and rounded to ``dtype`` before storage, results rotated
+    back.
+
+    ``rotation`` None: the store does not rotate, and all bounds are 0.
+    """
 
     rotation: Rotation | None
     head_dim: int
     dtype: torch.dtype
 
     def rest(self, values: torch.Tensor, own: torch.Tensor) -> torch.Tensor | float:
-        """Bound each channel's error, [B, K, T, D]: its own rounding and, for keys, that of queries. 0.0 without a rotation."""
+        """Bound the error that rotation adds to each channel of tokens ``values``, [B, K, T, D]; 0.0 if the store does not rotate.
+
+        It covers rounding of the stored token and, for keys, of the query. ``own``: the bound on the codes' error.
+        """
         if self.rotation is None:
             return 0.0
         size = values.abs() + own
@@ -125,7 +132,7 @@ class Turning:
         return 2 * _stored_rounding(size, self.dtype) + rounding(self.rotation.order, self.head_dim) * length
 
     def result(self, size: torch.Tensor) -> torch.Tensor | float:
-        """Bound the error of a result of norm ``size``; 0.0 without a rotation."""
+        """Bound the error that rotating back adds to a result of norm ``size``; 0.0 if channels are not rotated."""
         if self.rotation is None:
             return 0.0
         tiny = OUTPUT_TINY[self.dtype] * math.sqrt(self.head_dim)
@@ -167,7 +174,7 @@ def _tokens(
 
 
 def turnings(operands: AttendOperands[torch.Tensor]) -> tuple[Turning, Turning]:
-    """Return the rounding bounds of the channels' rotation, of keys and of values."""
+    """Return the ``Turning`` of keys and of values, from the rotations of their schemes."""
     q, K = operands.q, operands.keys[0].shape[2]
     slots = SlotSpec(K, q.shape[3], q.dtype, Role.KEY), SlotSpec(K, operands.value_dim, q.dtype, Role.VALUE)
     spelled = operands.key_scheme, operands.value_scheme

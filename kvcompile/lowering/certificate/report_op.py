@@ -38,8 +38,9 @@ LIBRARY.define("as_stored(Tensor x) -> Tensor")
 class ReportOperands:
     """Operands of ``report_site``: ``attend``'s result and operands, the telemetry plane, and the policy as text.
 
-    ``refilled`` [1, B, K, 1, 1]: position of the first newest token in full precision; earlier ones were restored from codes.
-    ``error_feedback`` [1, 1 or B, K, D, D]: the keys' plane that ``Scheme.error_feedback_plane`` names. Both may be None.
+    ``refilled`` [1, B, K, 1, 1]: the position from which on tokens in the window were never encoded; the window's earlier tokens were
+    decoded from codes. ``error_feedback`` [1, 1 or B, K, D, D]: the keys' plane that ``Scheme.error_feedback_plane`` names. Both may be
+    None.
     """
 
     output: torch.Tensor

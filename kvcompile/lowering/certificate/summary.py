@@ -33,9 +33,10 @@ QUANTILES = (0.5, 0.95)
 
 @dataclass(frozen=True)
 class Telemetry:
-    """Telemetry of attention with a certificate, over some layers, rows, heads and steps.
+    """Telemetry of attention with a certificate, summed over some layers, rows, heads and steps.
 
-    ``values``: the accumulators by name (``schemes.certificate.telemetry.COLUMNS``). ``histograms``: head-steps by magnitude, by name.
+    ``values``: the accumulators by name (``schemes.certificate.telemetry.COLUMNS``). ``histograms``: for each figure or counter by name,
+    the number of head-steps in each bin of magnitude.
     """
 
     values: dict[str, float]
@@ -49,7 +50,7 @@ class Telemetry:
 
     @staticmethod
     def read(numbers: Sequence[float]) -> Telemetry:
-        """Return the telemetry in one kv head's columns of a plane."""
+        """Return the telemetry that one kv head's columns of a plane (``numbers``) hold."""
         starts = ((name_of(each), HISTOGRAMS_AT + place * BINS) for place, each in enumerate(BINNED))
         return Telemetry(
             dict(zip(COLUMNS, numbers, strict=False)), {name: tuple(numbers[start : start + BINS]) for name, start in starts},
@@ -84,7 +85,7 @@ class Telemetry:
         return math.ceil(edge(index + 1)) - 1.0
 
     def plain(self) -> dict[str, float]:
-        """Return, for JSON, the accumulators, and quantiles as ``p50_`` and ``p95_`` for histograms with entries."""
+        """Return, for JSON, the accumulators by name, and the quantiles ``p50_`` and ``p95_`` of each histogram that is not empty."""
         counted = [name for name, counts in self.histograms.items() if sum(counts)]
         return self.values | {f"p{100 * share:.0f}_{name}": self.quantile(name, share) for name in counted for share in QUANTILES}
 
@@ -97,11 +98,12 @@ class Telemetry:
                 found = f"mean {self.mean(figure):.3g}, {self._quantiles(name)}most {self['most_' + name]:.3g}"
                 lines.append(f"  {name.replace('_', ' '):22}{found}")
         shares = (f"{name} {self[name] / blocks:.1%}" for name in ("keys", "values", "explored"))
-        lines.append(f"  blocks from originals: {', '.join(shares)}")
+        lines.append(f"  blocks read in full precision: {', '.join(shares)}")
         if self["keys"]:
             lines.append(f"  promoted keys a head-step: mean {self['keys'] / steps:.1f}, {self._quantiles('keys')[:-2]}")
         asked = {half: self[f"{half}_found"] + self[f"{half}_fetched"] for half in ("key", "value")}
-        hits = (f"  original {half}s found in the scratch: {self[f'{half}_found'] / count:.1%}" for half, count in asked.items() if count)
+        hits = (f"  full-precision {half}s found in the scratch: "
+                f"{self[f'{half}_found'] / count:.1%}" for half, count in asked.items() if count)
         lines.extend(hits)
         if moved := self["key_bytes"] + self["value_bytes"]:
             lines.append(f"  over the bus: {moved / 1e6:,.2f} MB, {self['key_bytes'] / moved:.0%} of it keys")
@@ -162,7 +164,7 @@ class HeadCertificate:
 
     @property
     def bound(self) -> float:
-        """Bound on the distance to the exact result."""
+        """The sum of the three bounds: how far the returned output may be from attention over full-precision tokens."""
         return self.key + self.value + self.arithmetic
 
     def place(self) -> tuple[list[str], int, int]:

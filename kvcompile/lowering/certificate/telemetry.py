@@ -35,7 +35,9 @@ WIDEST = KINDS.index(JoinRule.MOST), KINDS.index(JoinRule.MOST) + KINDS.count(Jo
 
 
 def side_by_side(columns: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return ``torch.stack(columns, -1)`` as selects by column, which Inductor makes one kernel; of a stack it makes one a column."""
+    """Return ``torch.stack(columns, -1)``, computed by selects: Inductor compiles those to one kernel, and a stack to one kernel per
+    column.
+    """
     found, place = columns[-1].unsqueeze(-1), torch.arange(len(columns), device=columns[0].device)
     for index, column in enumerate(columns[:-1]):
         found = torch.where(place == index, column.unsqueeze(-1), found)
@@ -43,7 +45,9 @@ def side_by_side(columns: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def in_a_row(parts: Sequence[torch.Tensor], width: int) -> torch.Tensor:
-    """Return ``torch.cat(parts, -1)`` padded with zeros to ``width``, as one sum, for the reason of ``side_by_side``; infinities stay."""
+    """Return ``torch.cat(parts, -1)`` padded with zeros to ``width``, computed by one sum, which Inductor compiles to one kernel;
+    infinities stay.
+    """
     found, first = torch.zeros((), dtype=parts[0].dtype, device=parts[0].device), 0
     for part in parts:
         found = found + torch.nn.functional.pad(part, (first, width - first - part.shape[-1]))
@@ -54,7 +58,10 @@ def in_a_row(parts: Sequence[torch.Tensor], width: int) -> torch.Tensor:
 def figures_of(
     candidate: Certificate, falls: torch.Tensor, dense: torch.Tensor, delta: torch.Tensor, tail: torch.Tensor
 ) -> torch.Tensor:
-    """Return the columns of ``Figure``, of candidates and results; a head that ``falls`` back has only the arithmetic bound ``dense``."""
+    """Return the columns of ``FIGURES`` for each head, float32: bounds of the result from codes (``candidate``) and of the returned result.
+
+    The latter has only the arithmetic bound ``dense`` where a head ``falls`` back.
+    """
     key, value, arithmetic = (up32(x) for x in candidate)
     columns = {
         Figure.CANDIDATE_KEY: key, Figure.CANDIDATE_VALUE: value, Figure.CANDIDATE_ARITHMETIC: arithmetic,
@@ -65,7 +72,9 @@ def figures_of(
 
 
 class Counted(NamedTuple):
-    """Numbers of encoded blocks that a query sees, and of those with promoted keys, promoted values, and explored; [B, K, Q]."""
+    """Numbers of blocks per query, [B, K, Q]: encoded blocks that it sees, and of these the ones with promoted keys, promoted values, or
+    explored.
+    """
 
     blocks: torch.Tensor
     keys: torch.Tensor

@@ -25,10 +25,11 @@ from kvcompile.types import KernelFormat
 
 @dataclasses.dataclass(frozen=True)
 class BitTrick:
-    """A way to unpack codes: value = float16 of ((fields of the word >> shift) ^ flip) * 2**power - offset.
+    """A way to unpack codes from a word: value = float16(bits) * 2**power - offset, with bits = fields(word >> shift) ^ flip.
 
-    ``fields``: (left shift, or right if negative, mask applied after it); ``shift``, to the right, comes first; parts of one byte share it.
-    ``nan``: (add, mask, factor): the bits are or-ed with ((bits + add) & mask) * factor, NaN if the sum carries; None without NaN codes.
+    ``fields``: fields(w) is the union of (w << left) & mask over its pairs (left, mask), right if left is negative. Shifting first lets the
+    parts of one byte share it. ``nan``: (add, mask, factor): ((bits + add) & mask) * factor is or-ed to the bits, which makes NaN codes
+    NaN; None without NaN codes.
     """
 
     shift: int
@@ -39,7 +40,7 @@ class BitTrick:
     nan: tuple[int, int, int] | None = None
 
     def evaluate(self, words16: torch.Tensor, beside: int = 0) -> torch.Tensor:
-        """Return the float32 values of 16-bit words given as int32, by the steps of the printed code.
+        """Return the float32 values of 16-bit words given as int32, computed as the printed code computes them.
 
         ``beside``: the neighbouring word of the register; its bits move in when both are shifted as one register.
         """
@@ -55,7 +56,7 @@ class BitTrick:
 
     @property
     def bias_bits(self) -> int:
-        """Float16 bits of the bias that ``centered`` subtracts, before the power of two."""
+        """Float16 bits of the bias that ``centered`` code subtracts, before the multiplication by 2**power."""
         bias = torch.tensor(self.offset * 2.0**-self.power, dtype=torch.float16, device="cpu")
         return int(bias.view(torch.int16).item()) & 0xFFFF
 
@@ -91,7 +92,9 @@ class BitTrick:
         return _assembly(f"{'shr' if self.shift > 0 else 'shl'}.b32 $0, $1, {abs(self.shift)};", [word], "tl.uint16")
 
     def leave(self, to: str, source: str) -> str:
-        """Return PTX that unpacks the bits of two words into register ``to``; ``source`` is shifted already, and ``u`` is overwritten."""
+        """Return PTX that unpacks two words into register ``to`` from ``source``, which is shifted already; register
+        ``u`` is overwritten.
+        """
         lines = []
         for index, (left, mask) in enumerate(self.fields):
             if left:

@@ -191,7 +191,7 @@ def _expression(fmt: KernelFormat, part: int, word: str, language: _TritonCasts 
 def _print(
     node: torch.fx.Node, printed: dict[str, str], dtypes: dict[str, torch.dtype], language: _TritonCasts | _Cpp
 ) -> str:
-    """Return one node's expression; its operands are in ``printed`` already. Raises UnprintableUnpack for others than listed."""
+    """Return one node's expression; ``printed`` has those of its operands. Raises UnprintableUnpack for an operation that is not listed."""
     to = dtypes.get(node.name)
     if to is None:
         raise UnprintableUnpack(found=f"{node.format_node()}, which is no tensor")

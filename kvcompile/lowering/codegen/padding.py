@@ -4,10 +4,10 @@ from __future__ import annotations
 
 
 def skip_padding(counts: str, width: int, size: int = 1, whole: str = "end") -> str:
-    """Return statements for a program with tokens ``begin`` to ``end`` - 1, in tiles of BLOCK_T.
+    """Return statements by which a program skips padding; the program has tokens ``begin`` to ``end`` - 1, in tiles of BLOCK_T.
 
     They move ``begin`` to the tile of the first run with a kept token, or past ``end`` if there is none, and set ``shown`` to the position
-    behind the last run with a hidden token.
+    after the last run with a hidden token.
 
     ``counts``: pointer to the number of kept tokens of each ``run`` of ``size`` tokens (``ops.kept_tokens``), or to a mask's bytes for
     ``size`` 1. ``width``: counts loaded at a time. ``whole``: end of the last whole run; a run that is cut at ``end`` does not set

@@ -20,9 +20,10 @@ RUN = 32
 
 @dataclasses.dataclass(frozen=True)
 class Codes:
-    """Sixteen codes of a token on one side of ``picked``: part ``part`` of words whose bytes are in ``halves``, one for each byte.
+    """The origin of sixteen codes of a token on one side of ``picked``: part ``part`` of words, with each byte of a word in one of
+    ``halves``.
 
-    A half is (operand, 0 or 1): bytes 4 t .. 4 t + 3, or bytes 16 + 4 t .., of the run that the assembly's operand holds.
+    A half is (operand, 0 or 1): of the run of bytes in an operand of the assembly, bytes 4 t .. 4 t + 3 (0) or bytes 16 + 4 t .. (1).
     """
 
     part: int
@@ -99,15 +100,20 @@ def _selectors(bits: int, sides: tuple[Codes, Codes], first: int, row: int) -> s
 
 
 def _fourfold(byte: int) -> int:
-    """Return ``byte`` repeated in the four bytes of a register."""
+    """Return the number whose four bytes all equal ``byte``."""
     return byte * 0x01010101
 
 
 def picked_word(column: str) -> str:
-    """Return source text, Triton or Python, that maps a column to a word's index in a block of ``picked``; odd columns are 16 on."""
+    """Return source text, Triton or Python, for the index of the word that is in column ``column`` of a block of ``picked``.
+
+    Words of odd columns belong to the second side: their index is 16 larger.
+    """
     return f"({column} // 32 * 32 + {column} % 16 // 4 * 4 + {column} % 32 // 16 * 2 + {column} % 4 // 2 + {column} % 2 * 16)"
 
 
 def picked_column(word: str) -> str:
-    """Return source, Triton or Python, that maps a word's index in a block of ``picked`` to its column; the inverse of ``picked_word``."""
+    """Return source text, Triton or Python, for the column of a block of ``picked`` that holds word ``word``; the inverse of
+    ``picked_word``.
+    """
     return f"({word} // 32 * 32 + {word} % 16 // 4 * 4 + {word} % 4 // 2 * 16 + {word} % 2 * 2 + {word} % 32 // 16)"

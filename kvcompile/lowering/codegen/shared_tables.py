@@ -44,13 +44,16 @@ def filled() -> str:
 
 
 def kept(name: str, at: int, index: str, value: str, itemsize: int) -> str:
-    """Return a statement that stores 1, 2 or 4-byte numbers, given as int32, by index, behind byte ``at`` of shared memory ``name``."""
+    """Return a statement that stores numbers of 1, 2 or 4 bytes, given as int32 ``value``, at entries ``index`` of shared memory ``name``.
+
+    The table begins at byte ``at`` of that memory.
+    """
     body = f"{{ .reg .b32 n; mov.u32 n, {name}; add.u32 n, n, $1; st.shared.b{8 * itemsize} [n+{at}], $2; }}"
     return statement(body, "r,r", [_bytes(index, itemsize), value])
 
 
 def taken(name: str, at: int, index: str, dtype: str, itemsize: int) -> str:
-    """Return a Triton expression that loads a block of 1 or 2-byte numbers, stored by ``kept``, by index."""
+    """Return a Triton expression that loads a block of numbers of 1 or 2 bytes, stored by ``kept``, from entries ``index``."""
     kind = "s8" if itemsize == 1 else "u16"
     body = f".reg .b32 n; mov.u32 n, {name}; add.u32 n, n, $1; ld.shared.{kind} $0, [n+{at}];"
     loaded = assembly(body, ["=r"], ["r"], [_bytes(index, itemsize)], ["tl.int32"], 1)

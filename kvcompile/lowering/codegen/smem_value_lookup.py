@@ -33,7 +33,7 @@ class Field:
 
     @property
     def index(self) -> int:
-        """Lowest bit of the pair's index in the product: the first token's code, with the second's above it."""
+        """Lowest bit of the index into the table of pairs, within the product: the first token's code, then the second token's above it."""
         return max(HALF, HALF + self.place - self.bits)
 
     @property

@@ -14,7 +14,7 @@ def widened(words: str, count: int) -> str:
 
 
 def beside(words: str, count: int) -> str:
-    """Return a Triton expression for the ``count`` numbers of every word as float16 blocks, two tokens in a register."""
+    """Return a Triton expression for ``count`` float16 blocks, one for each number of the words; two tokens share a register."""
     cut = f"{_cut(count, f'${count}', 'a')} {_cut(count, f'${count + 1}', 'b')}"
     numbers = " ".join(f"prmt.b32 ${i}, a{i // 2}, b{i // 2}, 0x{'7632' if i % 2 else '5410'};" for i in range(count))
     return assembly(f"{cut} {numbers}", ["=r"] * count, [_register(count)] * 2, [words], ["tl.float16"] * count, 2)
@@ -40,10 +40,10 @@ def statistics(scales: str, zeros: str | None, count: int, words: str) -> str:
 
 
 def by_row(numbers: str, count: int, words: str) -> str:
-    """Return a Triton expression for a float16 block [rows, tokens] with number ``row`` % ``count`` of each word.
+    """Return a Triton expression for a float16 block [rows, tokens] in which row r holds number r % ``count`` of each token's word.
 
-    ``numbers``: the words, broadcast over the rows. ``words``, value byte pairs of the same shape, set the layout as in ``statistics``;
-    a thread has rows g and 8 + g, g its number over 4.
+    ``numbers``: the words, broadcast over the rows. ``words``, value byte pairs of the same shape, set the layout as in ``statistics``:
+    thread t of a warp holds rows t // 4 and 8 + t // 4.
     """
     lines = [_cut(count, "$1", "a"), _cut(count, "$2", "b"), ".reg .b32 t, u; .reg .pred p, q; mov.u32 t, %laneid;"]
     if count == 4:

@@ -115,7 +115,7 @@ class AttendTemplate(CppTemplate):
         self.group = group
 
     def buffer(self) -> ir.TensorBox:
-        """Return the node for Inductor's graph."""
+        """Return the attention's result as a TensorBox over a buffer that calls this kernel and is never fused."""
         buffer = ir.CppTemplateBuffer(
             layout=self.layout, inputs=self.input_nodes, make_kernel_render=self.make_kernel_render, template=self,  # type: ignore[arg-type]
             choice=None,

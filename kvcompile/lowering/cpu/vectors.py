@@ -43,10 +43,10 @@ def _lane(dtype: torch.dtype) -> str:
 
 
 def side_source(name: str, fmt: KernelFormat, words: int, row_step: int, scale_dtype: torch.dtype | None, exact_bfloat16: bool) -> str:
-    """Return the C++ struct of one encoded slot: ``words`` stored per token, ``row_step`` apart (0: known at run time).
+    """Return the C++ struct of one encoded slot, by which the kernel decodes a token.
 
-    A scale of a whole token without zero points, or of a whole head, is not applied to elements; tables are looked up in floats, ``levels``
-    for each group.
+    ``words``: stored words per token; ``row_step``: their distance from token to token (0: known at run time). A scale of a whole token
+    without zero points, or of a whole head, is not applied to elements; tables of ``levels`` entries per group are looked up in floats.
     """
     branches = " else ".join(
         f"if constexpr (P == {part}) return {_expression(fmt, part, 'word', CppVectors())};" for part in range(fmt.parts)

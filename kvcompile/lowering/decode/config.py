@@ -21,7 +21,7 @@ LOWEST_FLOAT32 = torch.finfo(torch.float32).min
 
 
 class Bias(enum.IntEnum):
-    """Kinds of mask operand; the numbers are those of the template."""
+    """Kinds of mask operand, numbered as in the template."""
 
     NONE = 0
     ADDED = 1
@@ -66,7 +66,7 @@ class ExtraOperands:
 
     @property
     def tail(self) -> bool:
-        """Whether tokens in full precision are given; they are a split of their own."""
+        """Whether first or newest tokens are given in full precision; one more split attends to them."""
         return self.exact_newest or self.exact_first > 0
 
 
@@ -74,7 +74,7 @@ class ExtraOperands:
 class Tile:
     """Tile sizes: tokens and rows, warps, pipeline stages, and whether tokens are the MMA's tall side.
 
-    ``copies``: 2 if a tile holds each row twice, PICKED keys by queries in two columns, so a tile has half as many rows.
+    ``copies``: 2 if each query row takes two columns of a tile, as for PICKED keys, whose queries are split in two parts; else 1.
     ``picked``: number of scales whose PAIRED values are looked up in registers instead of shared memory.
     """
 
@@ -178,7 +178,9 @@ class AttendConfig(KernelConfig):
         }
 
     def with_splits(self, splits: int, direct: bool, shares: int = 0) -> AttendConfig:
-        """Return the kernel cut into ``splits``; ``direct``: it writes the finished result."""
+        """Return the same kernel for ``splits`` splits of the tokens; ``direct``: it writes the finished result.
+        ``shares``: see the class.
+        """
         return dataclasses.replace(self, splits=splits, direct=direct, shares=shares)
 
     @property
@@ -189,7 +191,9 @@ class AttendConfig(KernelConfig):
 
     @property
     def fold_block(self) -> int:
-        """Most tokens that one folding of key scales into the queries serves; 0 if scales are not folded."""
+        """Largest number of tokens for which queries multiplied by one block's key scales can be used; 0 if scales are not folded into
+        queries.
+        """
         key = dataclasses.replace(self, tile=dataclasses.replace(self.tile, block_t=16, tokens_first=True)).plans[0]
         return key.token_block if key.folded else 0
 

@@ -45,7 +45,7 @@ def lower_decode(operands: AttendOperands[Any]) -> Any:
     nodes = {name: realize(node) for name, node in site.nodes_of(operands, buffers).items()}
     device, properties = machine_of(operands.q)
     configs = site.cut(site.config_of(operands, nodes, buffers), operands, properties, buffers, bool(inductor_config.max_autotune))
-    config, tokens = configs[0], hint(operands.keys[0].get_size()[0]) * static(operands.keys[0].get_size()[3])
+    config, tokens = configs[0], hint(operands.keys[0].get_size()[0]) * hint(operands.keys[0].get_size()[3])
     if any("KEPT" in tiled.operands for tiled in configs):
         nodes["KEPT"] = realize(kept_tokens(nodes["KEEP"], RUN))
     # Time with every position in use, so that choices differ by their work.

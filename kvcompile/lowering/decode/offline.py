@@ -6,14 +6,12 @@ Triton's interpreter and that CI compiles for sm_80, sm_90 and sm_100 is the one
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import hashlib
 import importlib.util
 import os
 import pathlib
-import re
 import subprocess
 import sys
 import tempfile
@@ -55,7 +53,11 @@ class Operand:
 
     @staticmethod
     def contiguous(size: Sequence[int | str], dtype: torch.dtype) -> Operand:
-        """Return a row-major operand; only the first size may be a name."""
+        """Return a row-major operand of ``size``, in which a str names a run-time argument, and of ``dtype``.
+
+        A name is not multiplied into the strides of the sizes before it, so these strides are right only for a name that is the first size;
+        a caller with a name elsewhere replaces the strides.
+        """
         strides, step = [], 1
         for extent in reversed(size):
             strides.append(step)
@@ -64,7 +66,10 @@ class Operand:
 
 
 def operands_for(config: AttendConfig, batch: int = 1, queries: int = 1) -> dict[str, Operand]:
-    """Return contiguous operands of a store with ``PAGES`` pages, a run-time argument, by name."""
+    """Return the operands of a store with ``PAGES`` pages, by name; strings in sizes and strides are run-time arguments.
+
+    Planes are contiguous. Masks, RoPE tables and newest tokens have strides of their own, also run-time arguments or 0.
+    """
     key, value = config.plans
     masks, beside = config.masks, config.beside
     heads = config.kv_heads * config.group
@@ -178,7 +183,7 @@ def render(config: AttendConfig, operands: Mapping[str, Operand], out: Operand) 
 
 
 def attend_source(config: AttendConfig, batch: int = 1, queries: int = 1) -> str:
-    """Return the source of ``config``'s kernel over a contiguous store of any number of pages."""
+    """Return the source of the kernel that ``config`` describes, for a contiguous store of any number of pages."""
     return render(config, operands_for(config, batch, queries), output_for(config, batch, queries))
 
 
@@ -236,66 +241,3 @@ def sass(cubin: bytes) -> str:
     if done.returncode:
         raise OfflineCompilation(expected="nvdisasm to read the cubin", found=done.stderr.strip(), todo="report this")
     return done.stdout
-
-
-@dataclasses.dataclass(frozen=True)
-class LoopCount:
-    """Instructions of the hot loop, in total and by opcode, and the thread instructions per K or V element of one tile."""
-
-    instructions: int
-    per_element: float
-    opcodes: dict[str, int]
-
-
-def loop_of(cubin: bytes) -> list[str]:
-    """Return the instructions of the hot loop, as text.
-
-    It is the largest backward branch, among pipelined ones if there are any, since partly visible tiles have a second loop.
-    """
-    code, first, last, _ = _hot_loop(cubin)
-    return code[first : last + 1]
-
-
-def hot_way(cubin: bytes) -> list[str]:
-    """Return the instructions of the hot loop that every step executes: parts that a branch can skip are left out, except copies ahead."""
-    code, first, last, targets = _hot_loop(cubin)
-    way, at = [], first
-    while at <= last:
-        way.append(code[at])
-        then = targets.get(at, first)
-        left_out = code[at + 1 : then]
-        at = then if at < then <= last and not any(text.startswith("LDGSTS") for text in left_out) else at + 1
-    return way
-
-
-def _hot_loop(cubin: bytes) -> tuple[list[str], int, int, dict[int, int]]:
-    """Return instructions as text, the first and the last index of the hot loop, and branch targets by the branch's index."""
-    labels: dict[str, int] = {}
-    code: list[str] = []
-    for line in sass(cubin).splitlines():
-        label = re.match(r"\s*(\.L[\w]+):", line)
-        if label:
-            labels[label.group(1)] = len(code)
-        found = re.match(r"\s*(?:/\*[0-9a-f]+\*/)?\s*(@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)\b(.*);", line)
-        if found:
-            code.append(f"{found.group(2)} {found.group(3)}")
-    named = {at: re.search(r"(\.L[\w]+)", text) for at, text in enumerate(code) if text.startswith("BRA")}
-    targets = {at: labels[name.group(1)] for at, name in named.items() if name is not None and name.group(1) in labels}
-    loops: list[tuple[bool, int, int]] = [(False, 0, 0)]
-    for at, start in targets.items():
-        if start < at:
-            loops.append((any(line.startswith("LDGSTS") for line in code[start:at]), at - start, start))
-    _, length, start = max(loops)
-    return code, start, start + length, targets
-
-
-def instructions_per_element(config: AttendConfig, cubin: bytes) -> LoopCount:
-    """Return the instructions that all warps issue for one tile, over the tile's K and V elements.
-
-    1.0 is one thread instruction per element.
-    """
-    body = loop_of(cubin)
-    opcodes = collections.Counter(text.split()[0].split(".")[0] for text in body)
-    elements = config.tile.block_t * (config.key_dim + config.value_dim)
-    issued = len(body) * config.tile.num_warps
-    return LoopCount(len(body), issued * 32 / elements, dict(opcodes.most_common()))

@@ -85,7 +85,8 @@ def cut(config: AttendConfig, given: AttendOperands[Any], machine: Machine, size
     """Return the kernel with each tile to try and its splits, best first; only the best unless ``tuned``."""
     (batch, _, queries, _), (pages, _, _, page_rows, _) = map(sizes.shape, (given.q, given.keys[0]))
     batch, rows = sizes.hint(batch), sizes.hint(queries) * config.group
-    page_rows = sizes.static(page_rows)
+    # One page may be this call's own tokens, whose number changes between calls: the kernel reads it, and a guard would fix it.
+    page_rows = sizes.static(page_rows) if config.paged else sizes.hint(page_rows)
     tiled = choose_tiles(config, rows, page_rows if config.paged else None, tuned, machine.shared_memory)
     splits = splits_for(tiled[0], rows, batch * config.kv_heads, machine.multiprocessors, sizes.hint(pages) * page_rows)
     splits, shares = ragged_splits(tiled[0], splits, batch)
@@ -106,7 +107,7 @@ def masks_of(given: AttendOperands[Any], sizes: Sizes) -> Masks:
 
 
 def _half(nodes: dict[str, Any], letter: str, sizes: Sizes) -> list[Any]:
-    """Return a slot's scales and zero points if all are float16, as packed decoding needs them; otherwise an empty list."""
+    """Return the scales and zero points of slot ``letter`` (K or V) if all are float16, as packed decoding needs; otherwise []."""
     found = [nodes[name] for name in (f"{letter}_SCALES", f"{letter}_ZEROS") if name in nodes]
     return found if all(sizes.dtype(node) == torch.float16 for node in found) else []
 

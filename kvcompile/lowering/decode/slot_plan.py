@@ -154,40 +154,41 @@ class TemplateSlot:
 
     @property
     def plain(self) -> bool:
-        """Whether the codes are the values, possibly times one number for each kv head."""
+        """Whether the codes are the values, possibly times one scale per kv head."""
         return self.decode is Decode.PLAIN
 
     @property
     def by_token(self) -> bool:
-        """Whether a token's scales are applied to sub-dots or to lifted elements."""
+        """Whether a token's scales multiply the results of its sub-dots or its value elements (SCALED)."""
         return self.decode is Decode.SCALED
 
     def clear(self, lo: int, bias: int) -> bool:
-        """Return whether a kernel with this value slot has a separate loop, without masks, for fully visible tiles.
+        """Return whether a kernel with this slot as its values has a separate loop, without masks, for tiles in which every token is
+        visible.
 
-        ``lo``, ``bias``: the kernel's lowest-token mask and bias kind. False with token scales, whose loads gain from the layout that masks
-        bring, and for PLAIN codes, whose loads the hardware masks.
+        ``lo``, ``bias``: the kernel's mask of first visible positions, and its kind of bias. False with token scales, whose loads gain from
+        the layout that masks bring, and for PLAIN codes, whose loads the hardware masks.
         """
         return not (lo or bias or self.by_token or self.plain)
 
     @property
     def folded(self) -> bool:
-        """Whether scales are folded into the queries."""
+        """Whether the scales of a block of tokens multiply the queries instead of the keys (FOLDED)."""
         return self.decode is Decode.FOLDED
 
     @property
     def shifted(self) -> bool:
-        """Whether elements are decoded in float16, by one multiply-add of scale and zero point."""
+        """Whether value elements are decoded in float16, by one multiply-add of scale and zero point (SHIFTED)."""
         return self.decode is Decode.SHIFTED
 
     @property
     def picked(self) -> bool:
-        """Whether levels are looked up as integers in registers."""
+        """Whether keys' levels are picked by codes from registers, as integers (PICKED)."""
         return self.decode is Decode.PICKED
 
     @property
     def paired(self) -> bool:
-        """Whether codes of two tokens are looked up at once."""
+        """Whether codes of two tokens' values are looked up at once in a table in shared memory (PAIRED)."""
         return self.decode is Decode.PAIRED
 
     @property
@@ -197,7 +198,7 @@ class TemplateSlot:
 
     @property
     def elements(self) -> bool:
-        """Whether elements are decoded in float32."""
+        """Whether every element is decoded in float32 and rounded to the queries' dtype (ELEMENTS)."""
         return self.decode is Decode.ELEMENTS
 
     @property
@@ -214,7 +215,7 @@ class TemplateSlot:
         return tuple(Chunk(f"r{at}", at * RUN, RUN if at < whole else rest, RUN) for at in range(whole + bool(rest)))
 
     def place(self, channel: str) -> tuple[str, str]:
-        """Return the piece of a channel of PICKED keys, and its word before ``picked_word``'s order, as Triton expressions."""
+        """Return (piece, word index before ``picked_word``'s reordering) of a channel of PICKED keys, as Triton expressions."""
         part, word, count = f"({channel} // {self.row_words})", f"({channel} % {self.row_words})", self.pieces[0].chunk.count
         if self.row_words < RUN and self.segments > 1:
             return f"({channel} // {RUN})", f"({channel} % {RUN})"
@@ -230,7 +231,10 @@ class TemplateSlot:
 
     @property
     def spans(self) -> tuple[tuple[int, ...], ...]:
-        """Distinct powers, largest first, in runs of at most two octaves: each run shares one accumulator of FOLDED keys."""
+        """The distinct powers of two of the pieces, largest first, grouped so that a group spans at most two octaves.
+
+        The pieces of a group share one accumulator (FOLDED keys).
+        """
         spans: list[list[int]] = []
         for power in sorted({piece.power for piece in self.pieces}, reverse=True):
             if not spans or spans[-1][0] - power > 2:
@@ -239,7 +243,9 @@ class TemplateSlot:
         return tuple(tuple(span) for span in spans)
 
     def lowered(self, piece: Piece) -> int:
-        """Return the number of octaves by which a FOLDED piece's queries are scaled down, so that its accumulator has one unit."""
+        """Return by how many octaves the queries of a FOLDED piece are scaled down, so that all products in its
+        accumulator have one unit.
+        """
         return next(span[0] for span in self.spans if piece.power in span) - piece.power
 
     def single_group(self, piece: Piece) -> bool:
@@ -325,7 +331,7 @@ def slot_plan(
 
 
 def _decode(fmt: KernelFormat, role: Role, dim: int, dtype: torch.dtype, wide: bool, generic: bool, tall: int) -> Decode:
-    """Return the cheapest way to decode the format exactly."""
+    """Return the cheapest ``Decode`` that decodes the format exactly."""
     if not fmt.scaled and not fmt.levels:
         return Decode.ELEMENTS if generic else Decode.PLAIN
     if generic or (fmt.segments > 1 and not fmt.levels):
@@ -368,7 +374,7 @@ def _indices(fmt: KernelFormat) -> bool:
 
 
 def _runs(edges: list[int]) -> list[int]:
-    """Return the lengths between edges."""
+    """Return the differences of consecutive edges, the first from 0."""
     return [edge - start for start, edge in zip([0, *edges], edges, strict=False)]
 
 

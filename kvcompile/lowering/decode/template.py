@@ -14,7 +14,11 @@ from kvcompile.lowering.ops.kept_tokens import RUN
 
 LOG2E = 1.4426950408889634
 
-SOURCE = joined(__file__, "operands", "loads", "tables", "scores", "values", "kernel")
+OPENING = joined(__file__, "operands", "loads", "tables", "scores", "values", "step")
+"""Names and macros, for any program over encoded tokens (``lowering.paged`` has another)."""
+SUMS = joined(__file__, "sums")
+"""What a program does with the tokens that it has found to be its own."""
+SOURCE = OPENING + joined(__file__, "kernel") + SUMS
 
 PRINTERS = (
     multiplied, scaled_by, skip_padding, shared_tables.declared, shared_tables.filled, shared_tables.kept, shared_tables.taken,

@@ -175,20 +175,24 @@ def splits_for(config: AttendConfig, rows: int, pairs: int, multiprocessors: int
 
 
 def folds(splits: int) -> int:
-    """Return the number of equal parts, of at most ``ONE_PASS`` splits each, that the merge adds elementwise."""
+    """Return into how many equal parts of at most ``ONE_PASS`` splits the merge divides the splits; parts are added elementwise."""
     return -(-splits // ONE_PASS)
 
 
 def foldable(splits: int) -> int:
-    """Return the largest number of at most ``splits`` that divides into equal folds; a prime number would need a fold for each split."""
+    """Return the largest number of splits, at most ``splits``, that the merge can divide into ``folds(splits)`` equal parts.
+
+    A prime number, for example, could only be divided into parts of one split.
+    """
     return splits - splits % folds(splits)
 
 
 def ragged_splits(config: AttendConfig, splits: int, batch: int) -> tuple[int, int]:
-    """Return splits and ``shares`` for rows that may differ in length: more splits than a row of average length uses.
+    """Return (splits, ``shares``) for batch rows that may differ in length; ``splits``: those for rows of equal length.
 
-    A split that a row does not use writes neutral numbers at once. With one program for every row there are no shares (0):
-    the device then has more programs than it can hold, and starts the next one when one ends.
+    Long rows then have more splits than a row of average length, which uses ``shares``. A split that a row does not use writes neutral
+    numbers immediately. If rows need no further splits, ``splits`` is returned with 0 shares: with few splits per row the device has more
+    programs than it can hold anyway, and starts the next one when one ends.
     """
     own = int(config.beside.tail)
     mean = splits - own

@@ -82,7 +82,7 @@ def splits_for(cut: TileConfig, pairs: int, multiprocessors: int, capacity: int)
 
 
 def ragged_splits(splits: int, batch: int) -> int:
-    """Return the most splits of a row in a batch of rows with different lengths, if a row of average length takes ``splits``."""
+    """Return the largest number of splits of one batch row, if rows differ in length and a row of average length takes ``splits``."""
     return min(splits * min(batch, RAGGED), max(splits, MOST_SPLITS))
 
 

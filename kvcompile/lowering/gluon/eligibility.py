@@ -61,7 +61,7 @@ class SingleTokenFacts:
     measured: bool
 
     def gap(self) -> str | None:
-        """Return why the kernel does not support it, None if it does."""
+        """Return why the kernel does not support this attention; None if the kernel supports it."""
         if not available():
             return "this Triton has none"
         if self.capability is None or self.capability < LEAST_CAPABILITY or (self.measured and self.capability != MEASURED_ON):

@@ -16,7 +16,10 @@ def attend_exact(
     Q, KEEP, K, V, SUMS, TOPS, slot, batch_row, head, q_head, rows, k_batch, k_head, k_row, v_batch, v_head, v_row, keep_batch,
     keep_tokens, scale, start, stop, base, KEY: gl.constexpr, C: gl.constexpr,
 ):
-    """Attend to the newest tokens, row j of K and V at position ``base`` + j, 16 tokens a warp and step; each warp writes one slot."""
+    """Attend to the newest tokens, row j of K and V at position ``base`` + j; warp w writes slot ``slot`` + w of SUMS and TOPS (``merge``).
+
+    ``rows`` tokens of one batch row and kv head, 16 tokens a warp and step; ``scale`` is for exponents of base 2.
+    """
     PIECES: gl.constexpr = KEY.dim // 64
     WORDS: gl.constexpr = C.dim // 16
     results: gl.constexpr = products(C.warps)

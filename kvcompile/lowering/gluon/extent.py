@@ -22,7 +22,7 @@ LOWEST_BASE = gl.constexpr(-1073741824)
 
 @gluon.jit
 def visible(HI, LO, batch_row, hi_batch, lo_batch, capacity, C: gl.constexpr):
-    """Return the first token that a batch row attends to, and the end of the range."""
+    """Return (first, end), the range of tokens that a batch row attends to, by HI and LO, within ``capacity``; int32."""
     stop = gl.minimum(gl.load(HI + batch_row * hi_batch), capacity - 1).to(gl.int32) + 1
     if C.lo:
         return gl.minimum(gl.maximum(gl.load(LO + batch_row * lo_batch), 0), capacity).to(gl.int32), stop
@@ -32,7 +32,7 @@ def visible(HI, LO, batch_row, hi_batch, lo_batch, capacity, C: gl.constexpr):
 
 @gluon.jit
 def tiles_of_batch(HI, LO, BASE, batch, hi_batch, lo_batch, base_batch, capacity, WARPS: gl.constexpr, C: gl.constexpr):
-    """Return the number of tiles of encoded tokens in all rows of the batch; WARPS: those of the calling program."""
+    """Return the number of tiles of encoded tokens in all rows of the batch; WARPS: the number of warps of the calling program."""
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     count = 0
     for begin in range(0, batch, 32 * WARPS):
@@ -51,10 +51,11 @@ def tiles_of_batch(HI, LO, BASE, batch, hi_batch, lo_batch, base_batch, capacity
 
 @gluon.jit
 def kept_extent(KEPT, first, stop, WARPS: gl.constexpr):
-    """Return the first kept token's run in ``first`` to ``stop`` - 1, and the end of the last whole run with a hidden token.
+    """Return (start of the first run with a kept token, end of the last whole run with a hidden token), as positions.
 
-    KEPT: a row's counts (``ops.kept_tokens``). Returns NOWHERE if no run keeps a token, 0 if none hides one. A run that is cut at ``stop``
-    does not count as hiding, since its tile is masked anyway.
+    Runs from the one that holds ``first`` to the one that holds ``stop`` - 1 count. KEPT: a row's numbers of kept tokens by run
+    (``ops.kept_tokens``). The start is NOWHERE if no run keeps a token, the end 0 if none hides one. A run that is cut at ``stop`` does not
+    count as hiding, since its tile is masked anyway.
     """
     SIZE: gl.constexpr = 128 * WARPS
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])

@@ -62,7 +62,10 @@ def attend(
     q_batch, q_head, k_batch, k_head, k_row, v_batch, v_head, v_row, hi_batch, lo_batch, keep_batch, kept_batch, base_batch, recent_rows,
     batch, pages, keep_tokens, shares, scale, KEY: gl.constexpr, VALUE: gl.constexpr, C: gl.constexpr,
 ):
-    """Attend to one split's tokens; see the module. Planes: [pages, batch, kv heads, rows, width], contiguous; ``scale`` in base 2."""
+    """Attend to one split's tokens of one batch row and kv head; write its partial sums to its warps' slots of SUMS and TOPS (``merge``).
+
+    See the module. Planes: [pages, batch, kv heads, rows, width], contiguous; ``scale`` is for exponents of base 2.
+    """
     PRODUCTS: gl.constexpr = len(VALUE.products)
     CHUNKS: gl.constexpr = VALUE.chunks
     SETS: gl.constexpr = VALUE.sets

@@ -38,7 +38,9 @@ UNBOUNDED = 1 << 30
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """The facts of a device for launches: its multiprocessors, and whether a launch can start before the previous one has ended."""
+    """The properties of a device that launches depend on: its multiprocessors, and whether a launch can start before the previous one has
+    ended.
+    """
 
     multiprocessors: int
     overlaps: bool
@@ -155,13 +157,13 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
 
 
 def _step(x: torch.Tensor | None) -> int:
-    """Return the stride between batch rows, 0 if there is no tensor or one row for all."""
+    """Return a tensor's stride between batch rows; 0 for None, and if one row serves the whole batch."""
     return 0 if x is None or x.shape[0] == 1 else x.stride(0)
 
 
 @functools.cache
 def device_of(device: torch.device) -> Device:
-    """Return the facts of a CUDA device for launches."""
+    """Return the ``Device`` record of a CUDA device."""
     properties: Any = torch.cuda.get_device_properties(device)
     return Device(int(properties.multi_processor_count), (properties.major, properties.minor) >= OVERLAPPING)
 

@@ -40,45 +40,47 @@ def products(warps: Any) -> Any:
 
 @gluon.constexpr_function
 def operand(warps: Any, index: Any, width: Any) -> Any:
-    """Return the layout of a product's first (0) or second (1) operand; a thread has ``width`` neighbours along the reduced dim."""
+    """Return the layout of a product's first (``index`` 0) or second (1) operand; each thread holds ``width`` consecutive elements along
+    the reduced dim.
+    """
     return gl.DotOperandLayout(index, products(warps), width)
 
 
 @gluon.constexpr_function
 def of_rows(warps: Any) -> Any:
-    """Return the layout of one number for each row of results."""
+    """Return the layout of a vector with one number for each row of results."""
     return gl.SliceLayout(2, products(warps))
 
 
 @gluon.constexpr_function
 def of_columns(warps: Any) -> Any:
-    """Return the layout of one number for each column of results."""
+    """Return the layout of a vector with one number for each column of results."""
     return gl.SliceLayout(1, products(warps))
 
 
 @gluon.constexpr_function
 def by_thread(warps: Any) -> Any:
-    """Return the layout of eight rows of results, [WARPS, 8, 8]: each row in a group of four threads."""
+    """Return the layout of eight rows of results, [WARPS, 8, 8]: the four threads 4g .. 4g + 3 hold row g, two columns each."""
     return linear([[0, 0, 1]], [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]], warps, [warps, 8, 8])
 
 
 @gluon.constexpr_function
 def several(warps: Any, word: Any) -> Any:
-    """Return the layout of ``word`` results for each element of ``by_thread``, contiguous in a thread, [WARPS, 8, 8, word]."""
+    """Return the layout [WARPS, 8, 8, word]: that of ``by_thread``, with ``word`` consecutive results in place of each element."""
     registers = [*([0, 0, 0, step] for step in powers(word)), [0, 0, 1, 0]]
     return linear(registers, [[0, 0, 2, 0], [0, 0, 4, 0], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]], warps, [warps, 8, 8, word])
 
 
 @gluon.constexpr_function
 def by_half(warps: Any) -> Any:
-    """Return the layout of eight rows of results with the columns split, [WARPS, 8, 2, 2, 2]."""
+    """Return the layout of eight rows of results, [WARPS, 8, 2, 2, 2]: that of ``products``, with the 8 columns as three dims of size 2."""
     threads = [[0, 0, 0, 1, 0], [0, 0, 1, 0, 0], [0, 1, 0, 0, 0], [0, 2, 0, 0, 0], [0, 4, 0, 0, 0]]
     return linear([[0, 0, 0, 0, 1]], threads, warps, [warps, 8, 2, 2, 2])
 
 
 @gluon.constexpr_function
 def columns_apart(warps: Any, rows: Any) -> Any:
-    """Return the layout of results [WARPS, rows, 8] with the columns split, [WARPS, rows, 2, 2, 2]."""
+    """Return the layout of results [WARPS, rows, 2, 2, 2]: that of ``products``, with the 8 columns as three dims of size 2."""
     registers = [[0, 0, 0, 0, 1], [0, 8, 0, 0, 0], *([0, 16 * step, 0, 0, 0] for step in powers(rows // 16))]
     threads = [[0, 0, 0, 1, 0], [0, 0, 1, 0, 0], [0, 1, 0, 0, 0], [0, 2, 0, 0, 0], [0, 4, 0, 0, 0]]
     return linear(registers, threads, warps, [warps, rows, 2, 2, 2])
@@ -128,7 +130,9 @@ def value_scales(warps: Any, tokens: Any, halves: Any, sets: Any) -> Any:
 
 @gluon.constexpr_function
 def eight_rows(warps: Any, columns: Any) -> Any:
-    """Return the layout of half of a first operand's rows in natural order, [WARPS, 8, columns]."""
+    """Return the layout of eight rows of a product's first operand, [WARPS, 8, columns]; each thread holds ``columns`` / 4 neighbours of a
+    row.
+    """
     run = columns // 4
     registers = [[0, 0, step] for step in powers(run)]
     return linear(registers, [[0, 0, run], [0, 0, 2 * run], [0, 1, 0], [0, 2, 0], [0, 4, 0]], warps, [warps, 8, columns])

@@ -44,7 +44,7 @@ def lower_gluon(operands: AttendOperands[Any]) -> Any | None:
 
 
 def _lies(plane: Any, batch: Any) -> bool:
-    """Return whether a plane [pages, B, K, rows, width] is contiguous and has the queries' batch, as the kernel's offsets assume."""
+    """Return whether a plane [pages, B, K, rows, width] is contiguous and has batch size ``batch``, as the kernel's offsets assume."""
     node = realize(plane)
     size, dense = node.get_size(), ir.FlexibleLayout.contiguous_strides(node.get_size())
     return equals(size[1], batch) and all(equals(*pair) for pair in zip(node.get_stride(), dense, strict=True))

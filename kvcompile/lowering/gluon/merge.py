@@ -24,7 +24,9 @@ LOG2E = gl.constexpr(1.4426950408889634)
 
 @gluon.jit
 def let_next_begin():
-    """Allow the next launch, if it was launched to wait by itself, to start once all programs of this one have started."""
+    """Allow the next launch on the stream, if it was launched to overlap with this one, to start once all programs of this one have
+    started.
+    """
     gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -36,9 +38,9 @@ def wait_for_last():
 
 @gluon.jit
 def write_channels(SUMS, here, halves, each: gl.constexpr, VALUE: gl.constexpr, C: gl.constexpr):
-    """Write eight runs of neighbouring channels, ``VALUE.written[each]``, to slots ``here`` [WARPS]; ``halves``: sums, [WARPS, 8, 8] each.
+    """Write eight runs of neighbouring channels, ``VALUE.written[each]``, of all columns' sums, to slots ``here`` [WARPS] of SUMS.
 
-    A thread has a whole run, so one store writes it.
+    ``halves``: the sums, in groups of eight rows of products, [WARPS, 8, 8] each. A thread has a whole run, so one store writes it.
     """
     rows: gl.constexpr = VALUE.written[each][0]
     low: gl.constexpr = VALUE.written[each][1]
@@ -61,7 +63,7 @@ def write_channels(SUMS, here, halves, each: gl.constexpr, VALUE: gl.constexpr, 
 
 @gluon.jit
 def write_slot(TOPS, slot, m, l, C: gl.constexpr):
-    """Write the numbers subtracted from scores ``m`` and the sums of weights ``l`` to TOPS: warp w of the program to slot ``slot`` + w."""
+    """Write to TOPS ``m``, the numbers subtracted from scores, and the sums of the weights ``l``: warp w to slot ``slot`` + w."""
     columns: gl.constexpr = of_columns(C.warps)
     warp = gl.arange(0, C.warps, layout=gl.SliceLayout(1, columns))
     column = gl.arange(0, 8, layout=gl.SliceLayout(0, columns))
@@ -75,7 +77,11 @@ def merge(
     HI, LO, SINKS, BASE, SUMS, TOPS, OUT, hi_batch, lo_batch, base_batch, batch, pages, keep_tokens, slots, shares, C: gl.constexpr,
     M: gl.constexpr,
 ):
-    """Merge the splits of one batch row and kv head, some channels a program; ``C``: the constants of ``attend``, ``M``: a ``Merge``."""
+    """Write M.channels channels of OUT for one batch row and kv head: the attention result, merged from the slots of SUMS and TOPS.
+
+    Grid: parts of the channels; batch rows and kv heads. ``C``: the constants of ``attend``, ``M``: a ``Merge``. A query that sees no token
+    gets zeros.
+    """
     pair = gl.program_id(1)
     batch_row, head = pair // C.kv_heads, pair % C.kv_heads
     capacity = pages * C.page_rows

@@ -56,7 +56,7 @@ class KeyPlan:
 
     @property
     def chunks(self) -> int:
-        """Number of chunks of a row."""
+        """Number of chunks of a row: runs of ``chunk`` bytes."""
         return self.row // self.chunk
 
     @property
@@ -98,12 +98,14 @@ class ValuePlan:
 
     @property
     def chunks(self) -> int:
-        """Number of chunks of a row."""
+        """Number of chunks of a row: runs of ``chunk`` bytes."""
         return self.row // self.chunk
 
     @property
     def products(self) -> tuple[tuple[int, int, int], ...]:
-        """The products of 16 rows: chunk, and indices of the instructions' outputs for rows 0 to 7 and for rows 8 to 15."""
+        """For each 16-row product: the index of its chunk, and which outputs of the PTX that unpacks words are its rows 0 to 7 and rows 8
+        to 15.
+        """
         return tuple(
             (chunk, low[1] * self.parts + low[0], high[1] * self.parts + high[0])
             for chunk in range(self.chunks) for low, high in self.tiles
@@ -111,7 +113,7 @@ class ValuePlan:
 
     @property
     def firsts(self) -> tuple[tuple[int, int], ...]:
-        """Channels of row 0 and of row 8 of each product; the next row is ``word`` channels further."""
+        """For each product of 16 rows, the channels of its rows 0 and 8; each further row's channel is ``word`` larger."""
         return tuple(
             (low[0] * self.row + chunk * self.chunk + low[1], high[0] * self.row + chunk * self.chunk + high[1])
             for chunk in range(self.chunks) for low, high in self.tiles
@@ -119,9 +121,11 @@ class ValuePlan:
 
     @property
     def written(self) -> tuple[tuple[tuple[int, ...], int, int], ...]:
-        """Runs of ``word`` channels that a thread holds: indices of their eight-row halves; first channel in columns 0 to 3, and in 4 to 7.
+        """For each run of ``word`` consecutive result channels that a thread stores at once: (sources, first channel, other first channel).
 
-        Halves are numbered by product, low before high; with ``halves`` 2 each product counts as one, selected by column.
+        ``sources``: for each channel of the run, the index of the eight rows of a product that hold it. These row groups are numbered by
+        product, rows 0 to 7 before rows 8 to 15; with ``halves`` 2 both are one group. The first channel is for columns 0 to 3, the other
+        one for columns 4 to 7; they differ with ``halves`` 2 only.
         """
         if self.halves == 2:
             firsts = list(self.firsts)
@@ -135,12 +139,12 @@ class ValuePlan:
 
     @property
     def units(self) -> tuple[tuple[float, float], ...]:
-        """Final factors of rows 0 to 7 and of rows 8 to 15 of each product."""
+        """For each product, the powers of two by which its sums in rows 0 to 7 and in rows 8 to 15 are multiplied at the end."""
         return tuple((2.0 ** self.powers[low[0]], 2.0 ** self.powers[high[0]]) for _ in range(self.chunks) for low, high in self.tiles)
 
     @property
     def shifted(self) -> bool:
-        """Whether the weights are summed too, for an offset of the codes or for zero points."""
+        """Whether the kernel also sums the weights, to correct for an offset of the codes or for zero points."""
         return self.zeros or self.offset != 0
 
 
@@ -156,7 +160,7 @@ DEFAULT = TileConfig(1, 32, 3, 8)
 
 @functools.lru_cache(maxsize=128)
 def _kinds(key_scheme: str, value_scheme: str, dim: int) -> frozenset[tuple[bool, int]]:
-    """Return the formats of both slots as keys of ``MEASURED``."""
+    """Return {(symmetric, codes per word)} of the kernel formats of both slots: the entries of ``MEASURED`` to look up."""
     formats = [
         schemes.parse(text).format(SlotSpec(1, dim, torch.bfloat16, role))
         for text, role in ((key_scheme, Role.KEY), (value_scheme, Role.VALUE))
@@ -165,7 +169,9 @@ def _kinds(key_scheme: str, value_scheme: str, dim: int) -> frozenset[tuple[bool
 
 
 def measured(key_scheme: str, value_scheme: str, dim: int) -> bool:
-    """Return whether the kernel was measured to be faster for two slots: both of one format of ``MEASURED``, and the measured width."""
+    """Return whether the kernel was measured to be faster for this pair of schemes: both have one format in ``MEASURED``, at the measured
+    width.
+    """
     kinds = _kinds(key_scheme, value_scheme, dim)
     return dim == MEASURED_CHANNELS and len(kinds) == 1 and kinds <= MEASURED.keys()
 
@@ -230,7 +236,10 @@ def value_plan(scheme: str, dim: int, word_dtype: torch.dtype, few_rows: bool) -
 
 
 def _tricks(fmt: KernelFormat, dim: int) -> list[BitTrick]:
-    """Return the tricks of both bytes of a pair, at index byte * parts + part. Raises NoFragments as ``key_plan`` does."""
+    """Return how each code is taken out of two bytes of a word: the bit trick of (byte, part), at index byte * parts + part.
+
+    Raises NoFragments as ``key_plan`` does.
+    """
     if dim not in SIZES:
         raise NoFragments(f"heads of {dim} channels")
     if fmt.norms:
@@ -250,7 +259,10 @@ def _offset(tricks: list[BitTrick]) -> int:
 
 
 def _spans(powers: list[int]) -> list[int]:
-    """Return the index of each part's accumulator: parts at most two octaves apart share one, as smaller queries times scales lose bits."""
+    """Return for each part the index of its accumulator, from the parts' powers of two.
+
+    Parts at most two octaves apart share an accumulator, since queries scaled down further lose bits.
+    """
     spans, top, at = {}, None, -1
     for power in sorted(set(powers), reverse=True):
         if top is None or top - power > 2:
@@ -260,7 +272,9 @@ def _spans(powers: list[int]) -> list[int]:
 
 
 def _fields(word: str, first: int, tricks: list[BitTrick]) -> list[str]:
-    """Return instructions that put the fields of a pair of 16-bit words into the outputs from ``first`` on, by byte and part."""
+    """Return PTX that extracts every code of the pair of 16-bit words in ``word``, into the outputs from number ``first`` on, by byte and
+    part.
+    """
     lines, source, moved = [], word, 0
     for at, trick in enumerate(tricks):
         if trick.shift != moved:
@@ -271,12 +285,12 @@ def _fields(word: str, first: int, tricks: list[BitTrick]) -> list[str]:
 
 
 def _key_assembly(parts: int, tricks: list[BitTrick]) -> str:
-    """Return PTX from two neighbouring 16-bit words of a row to pairs of float16, for every byte and part."""
+    """Return PTX that unpacks two neighbouring 16-bit words of a row to pairs of float16, one pair for every byte and part."""
     return " ".join(["{ .reg .b32 s, u;", *_fields(f"${2 * parts}", 0, tricks), "}"])
 
 
 def _value_assembly(parts: int, word: int, tricks: list[BitTrick]) -> str:
-    """Return PTX from one word of each of two tokens to pairs of float16 of both, for every byte and part."""
+    """Return PTX that unpacks one word of each of two tokens to pairs of float16, one of each token, for every byte and part."""
     count = word * parts
     if word == 2:
         # A register holds the 16-bit words of both tokens.

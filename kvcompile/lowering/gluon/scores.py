@@ -40,7 +40,7 @@ def queries_of(Q, q_head, KEY: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def offset_scores(qs, KEY: gl.constexpr, C: gl.constexpr):
-    """Return the scores that correct each group's products for the codes' offset, [WARPS, 16, 8] with equal rows."""
+    """Return, for each group of channels, the score to add for the codes' offset, [WARPS, 16, 8] with equal rows."""
     GROUPS: gl.constexpr = KEY.scales
     layout: gl.constexpr = operand(C.warps, 0, KEY.chunk // 8)
     found = ()

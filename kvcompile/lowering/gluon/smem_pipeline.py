@@ -12,7 +12,9 @@ from kvcompile.lowering.host.gluon_api import gl, gluon
 
 @gluon.jit
 def plane_offsets(t0, pair, pages, ROW: gl.constexpr, BLOCK: gl.constexpr, C: gl.constexpr):
-    """Return the offset of each warp's part of a tile in a plane, [WARPS] int64; parts behind the plane are clamped to its last one."""
+    """Return the offset of each warp's part of a tile in a plane, [WARPS] int64; parts past the plane's end are
+    clamped to its last part.
+    """
     share: gl.constexpr = C.page_rows // C.tokens
     # In parts of a page, so that the compiler can infer the offsets' alignment.
     part = gl.minimum(first_tokens(t0, C.warps, C.tokens) // C.tokens, pages * share - 1)
@@ -25,7 +27,10 @@ def plane_offsets(t0, pair, pages, ROW: gl.constexpr, BLOCK: gl.constexpr, C: gl
 
 @gluon.jit
 def fetch(slot, t0, pair, pages, planes, rings, KEY: gl.constexpr, VALUE: gl.constexpr, C: gl.constexpr):
-    """Start copying a tile's words and scales into a slot of the rings."""
+    """Start asynchronous copies of the tile of keys and values at token ``t0`` into place ``slot`` of each ring in shared memory.
+
+    ``planes``: words, scales and zero points of keys, then of values, in global memory; ``pair``: batch row and kv head.
+    """
     halves: gl.constexpr = KEY.row // 2
     copy_rows(rings[0], slot, planes[0], plane_offsets(t0, pair, pages, halves, 1, C), C.warps, C.tokens, halves, 2)
     if KEY.block:
@@ -44,7 +49,9 @@ def fetch(slot, t0, pair, pages, planes, rings, KEY: gl.constexpr, VALUE: gl.con
 
 @gluon.jit
 def allocated(KEY: gl.constexpr, VALUE: gl.constexpr, C: gl.constexpr):
-    """Allocate the rings: words, scales and zero points of keys, then of values; a plane that the format lacks gets another ring's name."""
+    """Allocate and return the rings: words, scales and zero points of keys, then of values; a ring that the format lacks is replaced by
+    another.
+    """
     value_words_type: gl.constexpr = gl.int32 if VALUE.word == 4 else gl.int16
     k_words = gl.allocate_shared_memory(gl.int16, [C.stages, C.warps, C.tokens, KEY.row // 2], unswizzled(3))
     v_words = gl.allocate_shared_memory(value_words_type, [C.stages, C.warps, C.tokens, VALUE.row // VALUE.word], unswizzled(3))

@@ -32,13 +32,13 @@ def log2(x):
 
 @gluon.jit
 def times(a, b):
-    """Return products of float16, two an instruction."""
+    """Return the elementwise product of two float16 tensors, by instructions on two elements."""
     return gl.inline_asm_elementwise("mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.float16, is_pure=True, pack=2)
 
 
 @gluon.jit
 def larger(a, b):
-    """Return the larger magnitude of two float16, two at a time; NaN is ignored."""
+    """Return the elementwise maximum of |a| and |b|, float16, by instructions on two elements; NaN is ignored."""
     return gl.inline_asm_elementwise(
         "{ .reg .b32 a, b; abs.f16x2 a, $1; abs.f16x2 b, $2; max.f16x2 $0, a, b; }", "=r,r,r", [a, b], dtype=gl.float16, is_pure=True,
         pack=2,
@@ -47,7 +47,7 @@ def larger(a, b):
 
 @gluon.jit
 def taken_apart(x, count: gl.constexpr):
-    """Split the last of four dims, ``count`` elements (a power of two), into a tuple of tensors."""
+    """Return the slices of ``x`` along the last of its four dims, which has ``count`` elements (a power of two), as a tuple of tensors."""
     if count == 1:
         return (x.reshape([x.shape[0], x.shape[1], x.shape[2]]),)
     else:
@@ -110,7 +110,7 @@ def bytes_apart(x, WARPS: gl.constexpr, KEY: gl.constexpr):
 
 @gluon.jit
 def repeated(x, WARPS: gl.constexpr, TOKENS: gl.constexpr):
-    """Repeat results of 16 rows [WARPS, 16, 8] for every 16 rows of [WARPS, TOKENS, 8]."""
+    """Return results of 16 rows [WARPS, 16, 8] repeated for every 16 rows of [WARPS, TOKENS, 8]."""
     x = x.reshape([WARPS, 1, 16, 8]).broadcast_to([WARPS, TOKENS // 16, 16, 8]).reshape([WARPS, TOKENS, 8])
     return gl.convert_layout(x, products(WARPS), assert_trivial=True)
 

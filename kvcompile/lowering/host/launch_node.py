@@ -180,7 +180,10 @@ class LaunchSequence(ir.ExternKernel):
 
 
 class KernelCall(ir.UserDefinedTritonKernel):
-    """One launch. Not an operation of the graph: it has the attributes that the inherited ``codegen`` reads, and no mutation analysis."""
+    """One launch of a Triton kernel, as an Inductor IR node.
+
+    Not an operation of the graph: it has the attributes that the inherited ``codegen`` reads, and no mutation analysis.
+    """
 
     def __init__(self, kernel: Any, grid: list[Any], arguments: dict[str, Any], warps: int | None, device: Any) -> None:
         constants = tuple(item for item in arguments.values() if not isinstance(item, ir.IRNode))

@@ -1,8 +1,8 @@
-"""Launchers: start the kernels of an operator at once, or record them as steps of a compiled graph.
+"""Launchers: start the kernels of an operator immediately, or record them as steps of a compiled graph.
 
-A function that starts kernels takes a launcher. ``Direct`` runs each kernel at once. ``Recorder`` runs none: it keeps every
-launch as a value, with fake tensors for tensors, so that a lowering can put the same launches into Inductor's module
-(``launch_node``) and a test can check the operands that each kernel writes. The function itself cannot tell them apart.
+A function that starts kernels takes a launcher. ``Direct`` runs each kernel when it is called. ``Recorder`` runs none: it keeps every
+launch as a value, with fake tensors for tensors, so that a lowering can put the same launches into Inductor's module (``launch_node``) and
+a test can check the operands that each kernel writes. The function itself cannot tell them apart.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class Launcher(Protocol):
         """Whether kernels are compiled for CUDA; otherwise Triton's interpreter runs them."""
 
     def kernel(self, kernel: Any, grid: tuple[Any, ...], *operands: Any, warps: int | None = None, **constants: Any) -> None:
-        """Start a Triton kernel; ``warps``: None leaves the number to Triton."""
+        """Start a Triton kernel on ``grid``, its compile-time arguments by name; ``warps``: None leaves the number to Triton."""
 
     def operator(self, target: Any, *operands: Any) -> None:
-        """Call an operator that returns nothing."""
+        """Call the operator ``target``, which writes into ``operands`` and returns nothing."""
 
 
 @dataclass(frozen=True)
 class Direct:
-    """A launcher that starts kernels and operators at once."""
+    """A launcher that runs each kernel and operator immediately."""
 
     cuda: bool
 
@@ -52,7 +52,7 @@ class Direct:
         kernel[grid](*operands, **constants)
 
     def operator(self, target: Any, *operands: Any) -> None:
-        """Call the operator ``target`` on ``operands`` at once."""
+        """Call the operator ``target`` on ``operands`` immediately."""
         target(*operands)
 
 
@@ -108,7 +108,9 @@ class Recorder:
 
 
 def identity(tensor: torch.Tensor) -> int:
-    """Return a key that is equal for tensors that share storage; a dispatch mode wraps the same empty tensor anew each time."""
+    """Return a key that is equal for tensors with one storage; tensor objects do not serve, as a dispatch mode wraps one tensor several
+    times.
+    """
     return int(tensor.untyped_storage()._cdata)
 
 

@@ -167,12 +167,12 @@ def append_window_body(
 
 
 def _encoded(planes: list[torch.Tensor]) -> int:
-    """Return the number of planes before the window; the clock behind it is the only int64 plane."""
+    """Return the number of planes before the window; the clock, just after the window, is the only int64 plane."""
     return next(index for index, plane in enumerate(planes) if plane.dtype == torch.int64) - 1
 
 
 def _roll(ring: torch.Tensor, x: torch.Tensor, tokens: Any, start: torch.Tensor, end: torch.Tensor) -> None:
-    """Write the newest W tokens into the ring. Writes only the new slots if S <= W, else the whole ring."""
+    """Write the newest W tokens into the window, a ring buffer: only the new ones' slots if S <= W, else the whole ring."""
     S, W = x.shape[2], ring.shape[2]
     if isinstance(S, int) and S <= W:
         slots = (start + torch.arange(S, device=x.device)) % W

@@ -20,7 +20,7 @@ def names_of(operator: Any) -> tuple[str, ...]:
 
 
 def named(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the operands of an operator's call by schema name, without those left at their defaults."""
+    """Return the operands of a call by schema name, without the operands that have their default values."""
     return {**dict(zip(names_of(operator), args, strict=False)), **kwargs}
 
 

@@ -76,7 +76,10 @@ LIBRARY.define(
 )
 LIBRARY.define("read_back(Tensor x, Tensor[] levels, Tensor[] tables, str scheme) -> Tensor")
 # Its linear algebra may choose algorithms by size and device, so CUDA graphs leave it out; no decode step contains it.
-LIBRARY.define("calibrate(Tensor q, Tensor(a!)[] planes, Tensor? keep, str scheme) -> ()", tags=(torch.Tag.cudagraph_unsafe,))
+LIBRARY.define(
+    "calibrate(Tensor q, Tensor(a!)[] planes, Tensor? keep, str scheme, Tensor? keys=None, Tensor[]? angles=None, bool interleaved=False)"
+    " -> ()", tags=(torch.Tag.cudagraph_unsafe,),
+)
 LIBRARY.define("keep_first(Tensor x, Tensor(a!)[] planes, Tensor pos, Tensor? origin) -> ()")
 LIBRARY.define("rotate_channels(Tensor x, int order, Tensor? plane, bool inverse) -> Tensor")
 LIBRARY.define("undo_rope(Tensor x, Tensor cos, Tensor sin, bool interleaved) -> Tensor")
@@ -135,24 +138,34 @@ def append_body(
 def _encoded_apart(
     scheme: schemes.Scheme, x: torch.Tensor, keep_BS: torch.Tensor, tables: tuple[torch.Tensor, ...]
 ) -> list[torch.Tensor]:
-    """Encode x [B, K, S, D] as two separate writes, tokens with ``keep_BS`` true and the others, and merge the codes."""
+    """Encode the tokens of x [B, K, S, D] that ``keep_BS`` marks and all others in two separate calls, and merge the codes of both."""
     keep = keep_BS[:, None, :, None]
     one, other = (scheme.encode(torch.where(chosen, x, torch.zeros_like(x)), *tables) for chosen in (keep, ~keep))
     return [torch.where(keep, a, b) for a, b in zip(one, other, strict=True)]
 
 
 def read_back_body(x: torch.Tensor, levels: Sequence[torch.Tensor], tables: Sequence[torch.Tensor], scheme: str) -> torch.Tensor:
-    """Encode and decode x [B, K, S, D]. ``levels``: constant planes that ``decode`` takes; ``tables``: planes that ``encode`` takes."""
+    """Return x [B, K, S, D] after encoding and decoding; ``levels``: constant planes that ``decode`` takes; ``tables``: those that
+    ``encode`` takes.
+    """
     made = schemes.parse(scheme)
     slot = SlotSpec(x.shape[1], x.shape[3], x.dtype, Role.VALUE)
     return made.decode((*made.encode(x, *tables), *levels), slot).to(x.dtype)
 
 
-def calibrate_body(q: torch.Tensor, planes: list[torch.Tensor], keep: torch.Tensor | None, scheme: str) -> None:
-    """Fill the planes from queries q [B, H, S, D] of tokens 0, 1, 2, ...; ``keep`` [B or 1, T'] is False for padding, None without."""
+def calibrate_body(
+    q: torch.Tensor, planes: list[torch.Tensor], keep: torch.Tensor | None, scheme: str, keys: torch.Tensor | None = None,
+    angles: Sequence[torch.Tensor] | None = None, interleaved: bool = False,
+) -> None:
+    """Fill the planes from queries q [B, H, S, D] of tokens 0, 1, 2, ...; ``keep`` [B or 1, T'] is False for padding, None without.
+
+    ``keys``: the call's keys [B, K, S, D] as the store is to hold them. ``angles``: cos and sin [1 or B, S, Dr] at the queries' positions,
+    if queries are before RoPE.
+    """
     if keep is not None:
         keep = _padded(keep, q.shape[2], False).expand(q.shape[0], -1)
-    made = schemes.parse(scheme).calibrate(q.unflatten(1, (planes[0].shape[2], -1)), keep)
+    prompt = schemes.Prompt(keys, None if angles is None else (angles[0], angles[1], interleaved))
+    made = schemes.parse(scheme).calibrate(q.unflatten(1, (planes[0].shape[2], -1)), keep, prompt)
     for plane, values in zip(planes, made, strict=True):
         plane.copy_(values)
 
@@ -319,7 +332,7 @@ def _fitted(table: torch.Tensor, tokens: int) -> torch.Tensor:
 
 
 def decodable(scheme: schemes.Scheme, planes: Sequence[torch.Tensor], slot: SlotSpec, heads: slice) -> tuple[torch.Tensor, ...]:
-    """Return ``decode``'s operands for some heads: a kernel's planes as tokens [B, K, T, width]; a constant last plane keeps its shape."""
+    """Return what ``decode`` takes for some heads: a kernel's planes as tokens [B, K, T, width]; a constant last plane keeps its shape."""
     fmt = scheme.format(slot)
     read = [plane[:, :, heads] for plane in planes[: fmt.planes]]
     return tuple(plane if fmt.ends_constant and at == fmt.planes - 1 else as_tokens(plane) for at, plane in enumerate(read))
@@ -338,7 +351,10 @@ def _attend_meta(*args: Any, **kwargs: Any) -> torch.Tensor:
     return q.new_empty(*q.shape[:3], width)
 
 
-def _calibrate_meta(q: torch.Tensor, planes: list[torch.Tensor], keep: torch.Tensor | None, scheme: str) -> None:
+def _calibrate_meta(
+    q: torch.Tensor, planes: list[torch.Tensor], keep: torch.Tensor | None, scheme: str, keys: torch.Tensor | None = None,
+    angles: Sequence[torch.Tensor] | None = None, interleaved: bool = False,
+) -> None:
     return None
 
 

@@ -25,16 +25,16 @@ class Sizes(Protocol):
         """Return a plausible value of a size, for choosing tiles and splits."""
 
     def equals(self, size: Any, value: int) -> bool:
-        """Return whether a size is known to be ``value``."""
+        """Return whether a size is ``value`` in every call; False if that is not known."""
 
     def multiple(self, node: Any, count: int) -> bool:
-        """Return whether ``count`` neighbouring elements may be loaded as one word."""
+        """Return whether ``count`` neighbouring elements may be loaded as one word: they are contiguous, and every row is aligned so."""
 
     def pairs_of_rows(self, node: Any) -> bool:
-        """Return whether two neighbouring rows of one float16 each may be loaded as one word."""
+        """Return whether two neighbouring rows of one float16 each may be loaded as one word; False for other dtypes and widths."""
 
     def varies(self, node: Any, axis: int = 0) -> bool:
-        """Return whether an operand is given (not None) and not broadcast along an axis."""
+        """Return whether an operand is given (not None) and has more than one entry along ``axis``, so is not broadcast."""
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,9 @@ class PrefillConfig(KernelConfig):
 
     @property
     def operands(self) -> tuple[str, ...]:
-        """Names of the template's inputs, in order. Q is ``normalized`` if keys are codes; Q_RAW is unchanged."""
+        """Names of the template's inputs, in order. Queries are given as ``normalized`` returns them (Q) if keys are codes, and unchanged
+        (Q_RAW).
+        """
         key, value = self.slots
         names = ["Q", "HI", "K_WORDS", "V_WORDS"]
         present = (

@@ -13,7 +13,10 @@ from kvcompile.lowering.prefill.template import SOURCE
 
 
 def operands_for(config: PrefillConfig, batch: int = 1, queries: int = 512, recent_rows: int = 544) -> dict[str, Operand]:
-    """Return contiguous operands of a store with ``PAGES`` pages, a run-time argument, by name."""
+    """Return the operands of a store with ``PAGES`` pages, by name; strings in sizes and strides are run-time arguments.
+
+    All are contiguous but for the mask KEEP, whose row length is an argument too.
+    """
     key, value = config.slots
     heads = config.kv_heads * config.group
     pages, rows = ("PAGES", config.page_rows) if config.paged else (1, queries)
@@ -42,7 +45,7 @@ def operands_for(config: PrefillConfig, batch: int = 1, queries: int = 512, rece
     return {name: every[name] for name in config.operands}
 
 
-def output_for(config: PrefillConfig, batch: int = 1, queries: int = 512) -> Operand:
+def output_for(config: PrefillConfig, batch: int, queries: int) -> Operand:
     """Return the kernel's output: the result, or partial sums with their maxima and totals."""
     heads = config.kv_heads * config.group
     if config.direct:

@@ -1,15 +1,14 @@
 """Decoding a tile of tokens of one slot to a matrix [tokens, channels] for the tensor cores: the scheme's side of the prefill template.
 
-With many rows a tile is unpacked once for all of them, so elements are decoded completely, with scale and zero point,
-in one fused multiply-add of float16 pairs: element = raw * lift + bias. ``raw`` is the code as the float16
-subnormal that it already is (``bit_tricks``), ``lift`` the scale times that power of two, ``bias`` the zero point less
-the codes' offset. One power of two for all scales that the program sees (``up``) keeps them within float16;
-scores and sums are divided by it again. It makes a step of the largest scale 2^-9, where
-numbers are 2^-24 apart: under a scale of 2^-k of the largest, decoding is off by up to 2^(k - 16) of a step, 1.6% at
-a thousandth, where quantization itself is off by half of one.
+With many rows a tile is unpacked once for all of them, so elements are decoded completely, with scale and zero point, in one fused
+multiply-add of float16 pairs: element = raw * lift + bias. ``raw`` is the code as the float16 subnormal that it already is
+(``bit_tricks``), ``lift`` the scale times that power of two, ``bias`` the zero point less the codes' offset. One power of two for all
+scales that the program sees (``up``) keeps them within float16; scores and sums are divided by it again. With it a step of the largest
+scale is 2^-9, where neighbouring numbers differ by 2^-24: under a scale of 2^-k times the largest, decoding is off by up to 2^(k - 16) of a
+step, 1.6% at a thousandth, where quantization itself is off by half a step.
 
-Columns of the matrix are parts and bytes of the loaded words, not channels: column i * W + j is byte i % 2 of view
-word j, part i // 2. Queries are loaded in that order and results stored by it, so nothing is shuffled.
+Columns of the matrix are parts and bytes of the loaded words, not channels: column i * W + j is byte i % 2 of view word j, part i // 2.
+Queries are loaded in that order and results stored by it, so nothing is shuffled.
 """
 
 from __future__ import annotations
@@ -53,11 +52,12 @@ class Element:
 
 @dataclasses.dataclass(frozen=True)
 class TileSlot:
-    """One slot as the prefill template reads it; dense slots have no elements and are multiplied without decoding.
+    """One slot as the prefill template reads it. An element is one part and byte of a view word, so one channel; dense slots have no
+    elements and are multiplied without decoding.
 
-    A row of words is ``words`` view words. A row of ``scales`` scales covers ``block`` tokens, and each
-    element's columns use ``groups`` of them; ``repeated``: all columns use a single one. ``halves``: scales are float16, and
-    stay float16: two multiplications of pairs by powers of two cost as little as one conversion.
+    A token has ``words`` words of the view's dtype. A row of ``scales`` scales covers ``block`` tokens, and each element's columns use
+    ``groups`` of them; ``repeated``: all columns use a single one. ``halves``: scales are float16, and stay float16: two multiplications of
+    pairs by powers of two cost as little as one conversion.
     """
 
     dim: int
@@ -86,11 +86,14 @@ class TileSlot:
 
     @property
     def exponents(self) -> tuple[int, int]:
-        """Range of the exponent of ``up`` that its factors can represent."""
+        """Range (lowest, highest) of ``{name}_exponent`` for which the factors of ``scaling`` are finite.
+
+        2 ** ``{name}_exponent`` is the one power of two by which all elements are multiplied, so that no scale leaves float16.
+        """
         return (-28, 30 - self.powers[0]) if self.halves else (-120, 120)
 
     def scaling(self, name: str) -> list[str]:
-        """Return statements that compute the factors for ``decode`` from ``{name}_exponent``, the exponent of ``up``."""
+        """Return statements that compute the factors for ``decode``, ``{name}_lift*`` and ``{name}_bias``, from ``{name}_exponent``."""
         wanted = {f"{name}_lift{power}": power for power in self.powers} | {f"{name}_bias": 0}
         lines = []
         for factor, power in wanted.items():
@@ -123,9 +126,11 @@ class TileSlot:
         return self.groups if self.repeated else self.scales
 
     def decode(self, name: str, tokens: int, valid: str | None = None) -> list[str]:
-        """Return statements that compute ``{name}_tile`` from ``{name}_words``, ``{name}_scales`` and ``{name}_zeros``.
+        """Return Triton statements that compute ``{name}_tile``, [tokens, dim], from the loaded words, scales and zero points of the slot.
 
-        Every element is multiplied by ``up``; tokens that are not ``valid`` become 0 (None: all are valid).
+        They read ``{name}_words``, ``{name}_scales``, ``{name}_zeros`` and the factors that ``scaling`` computes. Elements are multiplied
+        by 2 ** ``{name}_exponent``, which scores and sums are divided by again. ``valid``: the name of a block of bool [tokens]; others
+        become 0 (None: all are valid). Columns are in the order of ``elements``, not of channels.
         """
         rows = self.rows(tokens)
         cut = (rows, self.block, self.groups, self.words // self.groups)
@@ -157,7 +162,7 @@ class TileSlot:
         return lines
 
     def _key(self, element: Element) -> int:
-        """Return the index of the spread scales that an element's columns use."""
+        """Return the index, among the blocks of ``_spread``, of the scales that an element's columns use."""
         if self.by_channel:
             return PAIR * element.part + element.byte
         parts = len(self.elements) // PAIR
@@ -165,7 +170,11 @@ class TileSlot:
         return element.part * runs // parts
 
     def _spread(self, lines: list[str], block: str, rows: int) -> list[str]:
-        """Return names of [rows, groups] blocks, one for each run of parts (of parts and bytes) with scales of its own."""
+        """Return the names of blocks [rows, groups] into which ``block``, loaded scales or zero points, is split, in ``_key`` order.
+
+        The statements that make them are appended to ``lines``. ``rows``: rows of scales in the tile. There is one block for each distinct
+        set of scales: one of all channels (``block`` itself), one of each run of parts, or one of each part and byte (``by_channel``).
+        """
         count = 1 if self.repeated else self.scales // self.groups
         if count == 1:
             return [block]
@@ -189,7 +198,10 @@ class TileSlot:
         self, lines: list[str], name: str, index: int, element: Element, scale: str, zero: str | None, valid: str | None,
         cut: tuple[int, ...],
     ) -> tuple[str, str | None]:
-        """Append statements for lift and bias, broadcast to the block of words; return their names, bias None if codes are centered."""
+        """Append the statements that compute ``lift`` and ``bias`` of an element, broadcast to the block of words; return both names.
+
+        The name of the bias is None if neither a zero point nor an offset is to be added.
+        """
 
         def spread(text: str) -> str:
             kept = f"tl.where({valid}[:, None], {text}, 0.0)" if valid else text
@@ -211,7 +223,9 @@ def _power(exponent: str) -> str:
 
 
 def _joined(pieces: list[str]) -> str:
-    """Return an expression that stacks the pieces on new last axes, the lowest bit of their index first."""
+    """Return a Triton expression that joins 2^n pieces along n new last axes; the lowest bit of a piece's index is the
+    first of these axes.
+    """
     if len(pieces) == 1:
         return pieces[0]
     half = len(pieces) // 2

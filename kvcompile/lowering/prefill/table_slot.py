@@ -52,7 +52,7 @@ class TableSlot:
 
 @functools.lru_cache(maxsize=256)
 def table_slot(scheme: str, role: Role, dim: int, word_dtype: torch.dtype, query: torch.dtype) -> TableSlot | None:
-    """Return the slot, or None if it has no table, or chunks do not support its shape or query dtype."""
+    """Return the plan of a slot of table indices; None if its scheme has no table, or chunks do not support its shape or query dtype."""
     fmt = schemes.parse(scheme).for_role(role).format(SlotSpec(1, dim, word_dtype, role))
     row = dim // fmt.parts
     if not fmt.levels or not fmt.scaled or fmt.norms or fmt.block > 1 or fmt.word_dtype.itemsize != 1:

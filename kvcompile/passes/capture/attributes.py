@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -38,7 +40,7 @@ def lifted(gm: fx.GraphModule) -> Lifted:
     graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
     nodes = list(gm.graph.nodes)
     for node in (item for item in nodes if item.op == "placeholder"):
-        env[node] = _copy(graph, node, env)
+        env[node] = copy_node(graph, node, env)
     tensors = {id(tensor): tensor for tensor in found.values()}
     sources = getattr(gm, SOURCES, None) or {}
     inputs: dict[int, fx.Node] = {}
@@ -54,7 +56,7 @@ def lifted(gm: fx.GraphModule) -> Lifted:
             continue
         own = {name: inputs[id(found[name])] for name in found if name.startswith(f"{target}.")} if node.op == "call_module" else {}
         if not own:
-            env[node] = _copy(graph, node, env)
+            env[node] = copy_node(graph, node, env)
             continue
         part = gm.get_submodule(target)
         named = {name.removeprefix(f"{target}."): value for name, value in own.items()}
@@ -78,7 +80,8 @@ def _tensors(gm: fx.GraphModule) -> dict[str, torch.Tensor]:
     return {name: value for name, value in found.items() if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)}
 
 
-def _copy(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Node:
+def copy_node(graph: fx.Graph, node: fx.Node, env: Mapping[fx.Node, Any]) -> fx.Node:
+    """Append a copy of a node of Dynamo's graph, its operands mapped by ``env``; Dynamo's source of the value is copied too."""
     new = graph.node_copy(node, env.__getitem__)
     if hasattr(node, "_dynamo_source"):
         new._dynamo_source = node._dynamo_source

@@ -128,6 +128,28 @@ def _stays(node: fx.Node) -> bool:
     return node.op != "call_function" or not isinstance(target, OpOverload) or target._schema.is_mutable or node.is_impure()
 
 
+def _normalise(module: fx.GraphModule, mode: FakeTensorMode) -> None:
+    """Change the ATen graph in place to the form that the matcher reads.
+
+    Cache writes are in place, concatenations and combined weights in their one known form, unread nodes erased, and stack traces without
+    the frames of this package.
+    """
+    # An unread node must not count as a reader of scores or caches.
+    module.graph.eliminate_dead_code(_stays)
+    with mode:
+        write_in_place(module.graph)
+        module.graph.eliminate_dead_code(_stays)
+        join_stacked(module.graph)
+        nest_joins(module.graph)
+        join_prefixes(module.graph)
+        combine_behind(module.graph)
+    module.graph.eliminate_dead_code(_stays)
+    module.recompile()
+    for node in module.graph.nodes:
+        if node.meta.get("stack_trace"):
+            node.meta["stack_trace"] = _without_our_frames(node.meta["stack_trace"])
+
+
 def capture(
     gm: fx.GraphModule, example_inputs: Sequence[object], is_compressed: Callable[[object], bool] = lambda value: False,
     owns_memory: Callable[[Any], bool] = lambda value: True, attributes: int = 0,
@@ -163,20 +185,7 @@ def capture(
     except Stays:
         log.debug("flex attention stays as it is", exc_info=True)
         module = traced(spell_out=False)
-    # An unread node must not count as a reader of scores or caches.
-    module.graph.eliminate_dead_code(_stays)
-    with mode:
-        write_in_place(module.graph)
-        module.graph.eliminate_dead_code(_stays)
-        join_stacked(module.graph)
-        nest_joins(module.graph)
-        join_prefixes(module.graph)
-        combine_behind(module.graph)
-    module.graph.eliminate_dead_code(_stays)
-    module.recompile()
-    for node in module.graph.nodes:
-        if node.meta.get("stack_trace"):
-            node.meta["stack_trace"] = _without_our_frames(node.meta["stack_trace"])
+    _normalise(module, mode)
     placeholders = list(gm.graph.find_nodes(op="placeholder"))
     inputs = []
     for index, node in enumerate(module.graph.find_nodes(op="placeholder")):

@@ -1,9 +1,9 @@
-"""Floats: the caller's Python floats that a graph may keep as symbols, and those that it must be specialised for.
+"""Floats: sorts the caller's Python floats into symbols of the graph and constants that the graph is specialised for.
 
-Dynamo passes a float that changed (with ``dynamic=True`` every float) as a tensor of one element and an ``item``. Inductor keeps a
-symbolic float that only multiplies, divides, is added to or subtracted from tensors. For any other, torch asks Dynamo to restart with
-that float as a guarded constant. It asks during compilation, but our variants are compiled lazily, when Dynamo can no longer restart.
-So the decision is made here, right after the capture.
+Dynamo passes a float that changed (with ``dynamic=True`` every float) as a tensor of one element and an ``item``. Inductor keeps a symbolic
+float that only multiplies, divides, is added to or subtracted from tensors. For any other, torch asks Dynamo to restart with that float as
+a guarded constant. It asks during compilation, but our variants are compiled lazily, when Dynamo can no longer restart. So the decision is
+made here, right after the capture.
 """
 
 from __future__ import annotations

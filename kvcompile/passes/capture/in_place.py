@@ -1,11 +1,11 @@
-"""Functional caches: rewrite an update out of place that is copied back at the end as a write in place.
+"""Functional caches: rewrite an out-of-place update that is copied back at the end into an in-place write.
 
     keys = index_put(cache, [None, None, pos], k)        index_put_(cache, [None, None, pos], k)
     y = attention(q, keys)                          is   y = attention(q, cache)
     cache.copy_(keys)
 
-``torch.export`` and its decompositions produce the left form from a module that writes into its buffers. Both are equal if nothing
-reads the cache's old contents after the update, and nothing else writes to it.
+``torch.export`` and its decompositions produce the left form from a module that writes into its buffers. Both are equal if nothing reads
+the cache's old contents after the update, and nothing else writes to it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ PARTS = {"slice_scatter": aten.slice.Tensor, "select_scatter": aten.select.int}
 
 @dataclass(frozen=True)
 class _PartialUpdate:
-    """An update of a part of ``old`` to ``new``: ``view(old, *where, **named)`` is a view of that part."""
+    """An out-of-place update that returns ``old`` with one part replaced by ``new``; ``view(old, *where, **named)`` is
+    a view of that part.
+    """
 
     old: Any
     new: Any
@@ -76,7 +78,9 @@ Call = Callable[..., fx.Node]
 
 
 def write_in_place(graph: fx.Graph) -> None:
-    """Rewrite in place every update of an input that is copied back into the input as an in-place write to it."""
+    """Rewrite, in the graph, every out-of-place update of an input that is copied back into that input as an in-place
+    write to the input.
+    """
     copies = [node for node in graph.nodes if _copies_back(node)]
     effects = analyse(graph) if copies else None
     for copy in copies:

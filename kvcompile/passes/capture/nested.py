@@ -11,6 +11,8 @@ from typing import Any, cast
 
 from torch import fx
 
+from kvcompile.passes.capture.attributes import copy_node
+
 REGION = "invoke_subgraph"
 STACK = "nn_module_stack"
 
@@ -34,7 +36,7 @@ def inlined(gm: Any) -> fx.GraphModule:
         elif node.target is operator.getitem and node.args[0].op != "placeholder" and is_region(node.args[0]):
             env[node] = env[node.args[0]][node.args[1]]
         elif not (node.op == "get_attr" and node.users and all(map(is_region, node.users))):
-            env[node] = _copy(graph, node, env)
+            env[node] = copy_node(graph, node, env)
             if node.op in {"get_attr", "call_module"}:
                 attributes[str(node.target)] = operator.attrgetter(str(node.target))(gm)
     flat = fx.GraphModule(attributes, graph, gm.__class__.__name__)
@@ -53,20 +55,13 @@ def _body(
             continue
         if node.op == "output":
             return fx.node.map_arg(node.args[0], env.__getitem__)
-        env[node] = new = _copy(graph, node, env)
+        env[node] = new = copy_node(graph, node, env)
         if node.op in {"get_attr", "call_module"}:
             new.target = f"{name}_{node.target}".replace(".", "_")
             attributes[new.target] = operator.attrgetter(str(node.target))(body)
         if STACK in node.meta:
             new.meta[STACK] = _moved(node.meta[STACK], traced, here)
     raise AssertionError("a graph without an output")
-
-
-def _copy(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, Any]) -> fx.Node:
-    new = graph.node_copy(node, env.__getitem__)
-    if hasattr(node, "_dynamo_source"):
-        new._dynamo_source = node._dynamo_source
-    return new
 
 
 def _moved(inner: dict[str, Any], traced: dict[str, Any], here: dict[str, Any]) -> dict[str, Any]:

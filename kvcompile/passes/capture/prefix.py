@@ -21,7 +21,9 @@ aten = torch.ops.aten
 
 
 def join_prefixes(graph: fx.Graph) -> None:
-    """Replace in place every concatenation of a buffer's filled part and new tokens that are written behind it, by a view of the buffer."""
+    """Replace in place every concatenation of a buffer's filled part and new tokens, if these are also written after that part, by a view
+    of the buffer.
+    """
     joins = [node for node in graph.nodes if _joins(node)]
     effects = analyse(graph) if joins else None
     for node in joins:
@@ -39,7 +41,7 @@ def _joins(node: fx.Node) -> bool:
 
 
 def _write_of(join: fx.Node, effects: Effects) -> fx.Node | None:
-    """Return the write of the new tokens of ``join`` directly behind its past tokens; None if there is none."""
+    """Return the node that writes the new tokens of ``join`` into the buffer, directly after the past tokens; None if there is none."""
     parts = bind(join)["tensors"]
     past, dim = bind(parts[0]), bind(join)["dim"] % value_of(join).dim()
     root, writes = past["self"], effects.writes.get(past["self"], ())
@@ -68,7 +70,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _turn(graph: fx.Graph, join: fx.Node, write: fx.Node, effects: Effects) -> bool:
-    """Replace ``join`` by a view of the buffer after ``write``, if that is equivalent; return whether it is."""
+    """Replace ``join`` by a view of the buffer after ``write``, if that is equivalent; return whether it was replaced."""
     place, past = write.args[0], bind(join)["tensors"][0]
     root, end, dim = bind(past)["self"], bind(place)["end"], bind(past)["dim"]  # type: ignore[arg-type]
     first, last = sorted((join, write), key=effects.order.__getitem__)

@@ -32,7 +32,8 @@ SHAPED: dict[Any, Callable[..., torch.Tensor]] = {torch.zeros_like: torch.zeros,
 class Retrace(fx.Interpreter):
     """Interpreter of Dynamo's graph under ``make_fx``.
 
-    ``spell_out``: record flex attention as plain operations, or raise ``flex.Stays``. ``trace_cache``: calls that it may repeat, or None.
+    ``spell_out``: record flex attention as plain operations, or raise ``flex.Stays``. ``trace_cache``: calls traced before, whose nodes may
+    be repeated; None without.
     """
 
     def __init__(self, module: fx.GraphModule, spell_out: bool = True, trace_cache: TraceCache | None = None) -> None:
@@ -67,7 +68,7 @@ class Retrace(fx.Interpreter):
         if n in self.as_written:
             if _writes(n):
                 raise Unsupported(
-                    expected="calls on tensors that are made of others (sharded, quantized) to write to none in place",
+                    expected="no in-place writes by calls on sharded or quantized tensors (subclasses made of other tensors)",
                     found=str(n.target), where=source_line(n), todo="compute a new tensor there",
                 )
             return record_as_written(self, n)

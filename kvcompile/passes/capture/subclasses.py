@@ -37,7 +37,7 @@ def record_as_written(interpreter: fx.Interpreter, node: fx.Node) -> Any:
             return found.node
         if isinstance(value, (torch.Tensor, torch.SymInt)):
             raise Unsupported(
-                expected="a call on a tensor that is made of others to take what the graph gives", found=f"{argument} from elsewhere",
+                expected="a call on a sharded or quantized tensor to take the operands of the graph", found=f"{argument} from elsewhere",
                 where=source_line(node), todo="please report this model",
             )
         return found

@@ -70,9 +70,9 @@ class _Step:
 
 @dataclass(frozen=True)
 class _Recipe:
-    """The nodes that a call becomes, and its result.
+    """How to repeat a traced call: the nodes that it recorded (``steps``), and its ``result`` in terms of operands and nodes.
 
-    ``stands_for``: operands that the call returns, each with the node that represents it from then on.
+    ``stands_for``: (operand's index, node) for each operand that the call returns; later reads of that operand read this node.
     """
 
     steps: tuple[_Step, ...]
@@ -89,7 +89,9 @@ class TraceCache:
         self.hits = 0
 
     def call(self, kind: str, target: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
-        """Return the result of ``run()``, which calls ``target``; under ``make_fx`` its nodes are recorded, from memory where known."""
+        """Return the result of ``run()``, which calls ``target``; under ``make_fx`` its nodes are recorded, and copied if an equal call was
+        traced.
+        """
         proxies = get_proxy_mode()
         if proxies is None or torch.is_grad_enabled():
             return run()
@@ -157,7 +159,7 @@ class TraceCache:
         return FakeTensor(self.mode, made, value.device)
 
     def _snapshot(self, value: FakeTensor) -> FakeTensor:
-        """Return an alias of ``value``: later in-place operations may change the sizes of ``value`` itself."""
+        """Return an alias of ``value`` that keeps its present sizes; later in-place operations may change the sizes of ``value`` itself."""
         with no_python_dispatcher(), in_kernel_invocation_manager(self.mode):
             made = torch.ops.aten.detach.default(value)
         return FakeTensor(self.mode, made, value.device)

@@ -11,7 +11,7 @@ LONGEST = 1 << 24
 
 
 def lowest(dtype: torch.dtype) -> float:
-    """Return the largest score that hides its token: a dtype's least finite number, or -inf for an integer dtype.
+    """Return the largest number that hides a token when added to its score: the dtype's least finite number, or -inf for an integer dtype.
 
     For float32 and float64 it is bfloat16's least number: a bfloat16 model makes its masks in bfloat16 and adds them to float32 scores, and
     no sum of products comes within a hundredth of it without overflowing.
@@ -39,13 +39,17 @@ def holds(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 def no_coarser(dtype: torch.dtype, other: torch.dtype) -> bool:
-    """Return whether a floating point dtype has steps no coarser than another's, and no smaller range."""
+    """Return whether the floating point dtype ``dtype`` has steps no coarser than those of ``other``, and no smaller range."""
     mine, theirs = torch.finfo(dtype), torch.finfo(other)
     return mine.eps <= theirs.eps and mine.max >= theirs.max
 
 
 def cast(number: float, dtype: torch.dtype) -> float:
-    """Return a number cast to a dtype: truncated for integers, infinite beyond a float's range. Fractions are not rounded."""
+    """Return ``number`` as a tensor of ``dtype`` would hold it, but not rounded to the precision of a floating point dtype.
+
+    Integers: truncated. Bool: 0.0 or 1.0. Floats: unchanged within the dtype's range; beyond it, infinite from half a step above the
+    largest number on, else the largest number. NaN and infinity stay, except for bool.
+    """
     if not math.isfinite(number):
         return float(number != 0) if dtype is torch.bool else number
     if dtype is torch.bool:

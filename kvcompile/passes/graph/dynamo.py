@@ -11,6 +11,7 @@ Dynamo
     ``TensorifyState``, ``TensorifyScalarRestartAnalysis``  make Dynamo restart with some floats as constants
     ``is_float_symbol``     whether a symbol represents a float
     ``no_dynamo``           makes Dynamo skip a code object's frames and all frames that they call
+    ``trace_structured``    writes an artifact into torch's structured trace (``TORCH_TRACE``), which tlparse shows
     ``traced_scopes``       the variables of the compiled frame, by the first letter of sources (L or G)
 Tracing
     ``FakeTensor``, ``FakeTensorMode``, ``in_kernel_invocation_manager``    tensors without data
@@ -56,6 +57,7 @@ from torch._dynamo.source import ConstantSource
 from torch._dynamo.symbolic_convert import InstructionTranslator, TensorifyState
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters as functorch_interpreters
 from torch._guards import TracingContext, detect_fake_mode
+from torch._logging import trace_structured
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.fx.experimental.proxy_tensor import _ProxyTensor as ProxyTensor
@@ -83,7 +85,7 @@ __all__ = [
     "dispatch_keys", "functorch_interpreters", "get_proxy_mode", "get_proxy_slot", "in_kernel_invocation_manager", "is_float_symbol",
     "is_wrapper", "leave_vmap", "lookup_backend", "many_versions", "mark_dynamic",
     "no_dynamo", "no_modes", "no_proxies", "no_python_dispatcher", "parse_to", "python_dispatcher", "safe_softmax", "set_proxy_slot",
-    "shares_memory", "storage_uses", "traced_scopes", "track_values", "tree_leaves", "tree_map", "tree_map_only",
+    "shares_memory", "storage_uses", "trace_structured", "traced_scopes", "track_values", "tree_leaves", "tree_map", "tree_map_only",
 ]
 
 

@@ -28,10 +28,11 @@ class Beliefs:
         return Beliefs(env, {}, {}) if env is None else Beliefs(env, dict(env.replacements), dict(env.var_to_range))
 
     def take_back(self, ours: Collection[Any] = ()) -> dict[Any, Any]:
-        """Return replacements that were made since the copy, by symbol.
+        """Restore this copy's replacements and ranges in the ShapeEnv if any symbol in question was replaced since; return {symbol:
+        replacement}.
 
-        Covers symbols in ``ours``, and all symbols of the frame once the environment is frozen. If any was replaced, the environment is
-        restored, so that later code is not specialised for these numbers.
+        In question are the symbols in ``ours`` and, once the ShapeEnv is frozen, all its symbols. Without the undoing, code compiled later
+        would be specialised for the replacements' numbers.
         """
         if self.env is None:
             return {}

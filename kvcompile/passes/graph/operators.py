@@ -1,7 +1,7 @@
 """Operators: the kind of each ATen operator, one row for each group of equivalent names; other tables derive from this one.
 
-A new spelling of a view, a copy or a write is a name in a row. A kind's meaning is one function where it is needed: a map of
-coordinates (``pullback``), a map of mask expressions (``match.mask``), a recogniser of writes (``match.cache``).
+To support a new spelling of a view, a copy or a write, add its name to a row. What a kind means is defined by one function in each place
+that needs it: a map of coordinates (``pullback``), a map of mask expressions (``match.mask``), a recogniser of writes (``match.cache``).
 """
 
 from __future__ import annotations

@@ -223,7 +223,7 @@ def _scaled(node: fx.Node) -> tuple[fx.Node, float] | None:
 
 
 def factor(path: Iterable[fx.Node]) -> float:
-    """Return the product of all plain factors along a trail's nodes."""
+    """Return the product of all numbers by which the nodes of a trail (``path``) multiply."""
     total = 1.0
     for node in path:
         scaled = _scaled(node)
@@ -264,12 +264,12 @@ class Trail:
     path: tuple[fx.Node, ...]
 
 
-def trace(node: fx.Node, stop: Callable[[fx.Node], bool], through_joins: bool = False, scales: bool = False) -> Trail:
+def trace(node: fx.Node, stop: Callable[[fx.Node], bool], scales: bool = False) -> Trail:
     """Follow views (with ``scales`` also products with a plain number) upstream until ``stop`` holds or new values are computed."""
     here = sample(sizes(node))
     coords, path = here, []
     while not stop(node):
-        moved = step(node, coords, through_joins, scales)
+        moved = step(node, coords, scales=scales)
         if moved is None:
             break
         path.append(node)

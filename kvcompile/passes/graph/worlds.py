@@ -66,8 +66,8 @@ def inside(world: Mapping[Any, int]) -> Iterator[None]:
 class Guards:
     """Guards on a graph's symbols: ranges and conditions.
 
-    ``resize``: maps each int in a guard to the one to use instead (None: unchanged). ``demands``: pairs of sizes that are equal in every
-    call that succeeds, since an operator raises otherwise, though no guard says so.
+    ``resize``: maps an int in a guard to the int to use in its place, or to None to keep it. ``demands``: pairs of sizes that are equal in
+    every call that succeeds, since an operator raises otherwise, though no guard states it.
     """
 
     def __init__(self, env: Any, resize: Callable[[int], int] | None = None, demands: Iterable[tuple[Any, Any]] = ()) -> None:
@@ -199,7 +199,7 @@ def _dense(value: object) -> bool:
 def neighbors(guards: Guards, values: Values, symbol: Any) -> Iterator[tuple[Values, set[Any]]]:
     """Yield (values with ``symbol`` moved, the moved symbols): first alone, then together with others, by equal or opposite steps."""
     tied = [other for other in guards.tied(symbol) if other in values]
-    others = [*tied, *(other for other in values if other is not symbol and other not in tied)]
+    others = [other for other in dict.fromkeys((*tied, *values)) if other is not symbol]
     alike = [other for other in others if values[other] == values[symbol]]
     groups: list[dict[Any, int]] = [{}, dict.fromkeys(tied, 1), dict.fromkeys(alike, 1), *({other: 1} for other in others)]
     groups += [dict.fromkeys(others, 1), *({other: -1} for other in others)]
@@ -213,7 +213,8 @@ def neighbors(guards: Guards, values: Values, symbol: Any) -> Iterator[tuple[Val
 
 
 def moved(guards: Guards, start: Values, avoid: frozenset[int] = frozenset()) -> Values:
-    """Return values that the guards admit with every symbol of ``start`` changed, as far as a way was found.
+    """Return values, admitted by the guards, in which every symbol of ``start`` has another value; a symbol that cannot be moved keeps its
+    value.
 
     Prefers values that differ from those of other symbols, of ``start`` and of ``avoid``: sizes that are equal by chance look alike.
     """

@@ -1,26 +1,38 @@
 """Agreement: recognise in more than one world (``graph.worlds``: values of the symbolic sizes), and keep the results that are equal in all.
 
-Recognition works on sampled coordinates, which are numbers. A number that it took from a symbolic size is another one in another world; a
-record of nodes, symbolic sizes and the program's own numbers is equal in every world.
+Recognition works on sampled coordinates, which are numbers. If it took a number from a symbolic size, another world gives another number,
+and the results differ. A record of nodes, symbolic sizes and the program's own constants is equal in every world.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import sympy
 import torch
 from torch import fx
 
 from kvcompile.passes.graph.shapes import op_name, operand, same, value_of
 from kvcompile.passes.graph.worlds import Guards, Values, inside, moved, symbols_of, value_in_capture
-from kvcompile.passes.match.sites import Miss
+from kvcompile.passes.match.sites import Attention, Miss
 
 T = TypeVar("T")
+
+
+class Found(Protocol):
+    """A site of an attention, over a cache or without one."""
+
+    @property
+    def attention(self) -> Attention:
+        """The attention of the site."""
+
+
+S = TypeVar("S", bound=Found)
 
 LEFT = {"index", "others", "line", "path"}
 """Fields of records that do not state what is computed: numbering, readings that were not taken, names."""
@@ -95,22 +107,38 @@ def in_every_world(graph: fx.Graph, find: Callable[[], T]) -> list[T]:
 def agreed(graph: fx.Graph, find: Callable[[], T], node: fx.Node) -> T:
     """Return the result of ``find`` in the capture's world; raises Miss at ``node`` where another world's differs."""
     first, *others = in_every_world(graph, find)
-    if any(facts(other) != facts(first) for other in others):
+    env = _env(graph)
+    if any(facts(other, env) != facts(first, env) for other in others):
         raise Miss(DISAGREED, node, advice=ADVICE)
     return first
 
 
-def facts(value: Any) -> Any:
-    """Return a record as nested tuples without the fields of ``LEFT``: equal where records state the same, symbolic sizes by expression."""
+def disagreed(graph: fx.Graph, first: Sequence[S], others: Sequence[Sequence[S]]) -> list[S]:
+    """Return the sites of ``first``, found in the capture's world, that are missing or different in one of ``others``, found in other
+    worlds.
+    """
+    env = _env(graph)
+    elsewhere = [{site.attention.output: facts(site, env) for site in sites} for sites in others]
+    return [site for site in first if any(there.get(site.attention.output) != facts(site, env) for there in elsewhere)]
+
+
+def facts(value: Any, env: Any) -> Any:
+    """Return a record as nested tuples that are equal if two records state the same; the fields in ``LEFT`` are omitted.
+
+    Symbolic sizes are compared by expression, in terms of the symbols that ``env``, the shape environment, has now: guards that were added
+    after a record was made may have merged two symbols.
+    """
     if isinstance(value, (fx.Node, enum.Enum)):
         return value
     if isinstance(value, torch.SymInt):
         return value.node.expr
+    if isinstance(value, sympy.Basic):
+        return value if env is None else env.replace(value)
     if isinstance(value, (tuple, list)):
-        return tuple(facts(item) for item in value)
+        return tuple(facts(item, env) for item in value)
     if isinstance(value, (np.ndarray, torch.Tensor)):
         return str(value.dtype), tuple(value.shape), value.tolist()
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return value
     kept = [field.name for field in dataclasses.fields(value) if field.name not in LEFT]
-    return type(value), tuple(facts(getattr(value, name)) for name in kept)
+    return type(value), tuple(facts(getattr(value, name), env) for name in kept)

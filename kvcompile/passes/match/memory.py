@@ -39,7 +39,7 @@ Recogniser = Callable[[fx.Node], Attention | None]
 
 @dataclass(frozen=True)
 class Parts:
-    """The operands of an attention over memory, taken apart: the memory, keys and values of the cached tokens, and each mask's two parts.
+    """The operands of an attention over memory, separated: the memory, keys and values of the cached tokens, and each mask's two parts.
 
     ``masks``: mask -> (its part over the memory, its part over the cached tokens).
     """
@@ -113,7 +113,7 @@ def _attentions(
 
 
 def _ahead(operand: fx.Node, roles: tuple[str, ...], joins: set[fx.Node]) -> tuple[fx.Node, int] | None:
-    """Return (join, its tokens of memory) where an operand is a view of one of ``joins`` along its tokens, else None.
+    """Return (join, number of learned tokens) if an operand is a view of one of ``joins`` that keeps the tokens' dim, else None.
 
     None also where the number of memory tokens is symbolic.
     """
@@ -161,7 +161,8 @@ def apart(attention: Attention, parts: Parts | None, effects: Effects) -> Attent
     memory = parts.memory
     if any(term.fill != -torch.inf for term in attention.masks):
         raise Miss(
-            "masked scores are replaced by a number, which is seen where all others are lower, and learned tokens are beside the cache",
+            "masked scores are replaced by a number, which still counts where all other scores are lower, and learned tokens are joined to "
+            "the cache",
             attention.output, advice="fill with -inf or with the lowest number of the scores' dtype (torch.finfo(scores.dtype).min)",
         )
     if written := [write for node in (memory.keys, memory.values, *memory.joins) for write in effects.writes_to(node)]:

@@ -53,7 +53,7 @@ class MaskTerm:
 
 @dataclass(frozen=True)
 class SecondProduct:
-    """A second product of queries and keys, over channels of its own: its scores times ``factor`` are added to the first product's."""
+    """A second product of queries and keys, over separate channels: its scores times ``factor`` are added to the first product's."""
 
     q: fx.Node
     q_roles: tuple[str, ...]
@@ -141,7 +141,7 @@ class Attention:
 
     @property
     def gives_log_sums(self) -> bool:
-        """Whether attention over the cached tokens must return log-sums: something reads them, or learned tokens are merged."""
+        """Whether attention over the cached tokens must return log-sums: a node reads them, or ``memory`` tokens are merged."""
         return self.log_sums is not None or self.memory is not None
 
     @property
@@ -152,7 +152,9 @@ class Attention:
 
 @dataclass(frozen=True)
 class Position:
-    """Where new tokens go: to positions of a tensor ([S], or [B, S] with ``rows``), to an offset and after, or to the end of ``past``."""
+    """The positions that new tokens are written to: those in a tensor ([S], or [B, S] with ``rows``), from an offset on, or at the end of
+    ``past``.
+    """
 
     index: fx.Node | None = None
     rows: bool = False
@@ -326,7 +328,7 @@ class Stripe:
     """Channels ``start`` .. ``start + count`` of an attention operand, and the slot that they come from.
 
     ``first``: the first channel of the slot that they use. With a ``projection`` they are computed from the slot's channels; without one
-    they are these channels, shared by all heads of a kv head. Both are multiplied by ``factor``.
+    they are the slot's channels themselves, shared by all heads of a kv head. In either case they are multiplied by ``factor``.
     """
 
     start: int

@@ -19,7 +19,7 @@ class SlotKind(enum.Enum):
 
     @property
     def facts(self) -> KindFacts:
-        """The facts of this kind."""
+        """The facts that hold for slots of this kind: whether they are created, written in place, growing, and so on."""
         return KINDS[self]
 
 

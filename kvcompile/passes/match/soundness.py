@@ -62,7 +62,7 @@ def unchanged_write(write: Write, attention: fx.Node, effects: Effects) -> None:
 
 
 def private(attention: Attention, effects: Effects) -> None:
-    """Raise Miss where scores or weights are read, or changed in place, by nodes that are no steps of the attention."""
+    """Raise Miss if nodes other than the attention's own steps read its scores or weights, or change them in place."""
     nodes = set(attention.nodes)
     for node in attention.nodes:
         if node in attention.results:
@@ -71,7 +71,7 @@ def private(attention: Attention, effects: Effects) -> None:
             if not _inside(user, nodes):
                 raise Miss(
                     f"the scores or weights of the attention are also read by {op_name(user) or user.op}", user,
-                    advice="compute what is read beside the attention from the queries, or leave it out when decoding",
+                    advice="compute what is read from the queries instead, or leave it out when decoding",
                 )
         for write in effects.writes_to(node):
             if write not in nodes and is_tensor(node):
@@ -102,7 +102,7 @@ def early_readers(attention: Attention, effects: Effects) -> tuple[fx.Node, ...]
         if any(effects.writes_between(item, node, attention.output) for item in given) or written_arguments(node) or node.is_impure():
             raise Miss(
                 f"the scores' log-sum is read by {op_name(node) or node.op} before the attention is complete, among writes in place", node,
-                advice="read the log-sum behind the product of weights and values",
+                advice="read the log-sum after the product of weights and values",
             )
     return tuple(sorted(found, key=order.__getitem__))
 

@@ -16,7 +16,7 @@ from kvcompile.passes.capture.capture import Captured
 from kvcompile.passes.graph.effects import Effects, analyse
 from kvcompile.passes.graph.shapes import hint, module_path, size_along, source_line, value_of
 from kvcompile.passes.match import soundness
-from kvcompile.passes.match.agreement import ADVICE, DISAGREED, facts, in_every_world
+from kvcompile.passes.match.agreement import ADVICE, DISAGREED, disagreed, in_every_world
 from kvcompile.passes.match.cache.uncached_tokens import without_cache
 from kvcompile.passes.match.mask import masks
 from kvcompile.passes.match.mask.zeroed import without_effect
@@ -64,10 +64,11 @@ def _site(attention: Attention, effects: Effects) -> UncachedSite:
         raise Miss("keys and values have different heads", key.root, value.root, advice="give both the same heads")
     queries = hint(size_along(attention.q, attention.q_roles, "S", attention.folded))
     if queries != hint(key.write.count):
-        raise Miss(f"{queries} queries attend to {hint(key.write.count)} tokens: no causal attention over its own call", attention.output)
+        count = hint(key.write.count)
+        raise Miss(f"{queries} queries attend to {count} tokens, so this is no causal attention over its own tokens", attention.output)
     bounds = masks.normalise(attention, effects)
     if bounds.hi.kind in {LimitKind.ALL, LimitKind.CONST} and not bounds.carried and queries > 1:
-        raise Miss("its mask lets tokens attend to those behind them, as an encoder's", attention.output)
+        raise Miss("its mask lets tokens attend to later ones, as in an encoder", attention.output)
     return UncachedSite(attention, key, value, module_path(attention.output), source_line(attention.output))
 
 
@@ -83,11 +84,10 @@ def _first_reading(attention: Attention, effects: Effects) -> UncachedSite:
 
 
 def find(captured: Captured) -> Uncached:
-    """Return the attentions without a cache of a captured graph; refused are those that differ between worlds of its sizes."""
+    """Return the attentions without a cache of a captured graph; an attention that differs between worlds of its sizes is refused."""
     effects = analyse(captured.graph)
     first, *others = in_every_world(captured.graph, lambda: _found(captured, effects))
-    facts_of_others = [{site.attention.output: facts(site) for site in other.sites} for other in others]
-    refused = [site for site in first.sites if any(there.get(site.attention.output) != facts(site) for there in facts_of_others)]
+    refused = disagreed(captured.graph, first.sites, [other.sites for other in others])
     refusals = [refuse(Miss(DISAGREED, site.attention.output, advice=ADVICE), site.attention.output) for site in refused]
     return Uncached(tuple(site for site in first.sites if site not in refused), (*first.refusals, *refusals), effects)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
+from kvcompile.passes.capture import flex
 from kvcompile.passes.capture.capture import Captured
 from kvcompile.passes.graph.effects import Effects
 from kvcompile.passes.graph.operators import CONCATENATIONS, IN_PLACE, UPDATES, Kind, named
@@ -11,6 +12,7 @@ from kvcompile.passes.graph.pullback import trace
 from kvcompile.passes.graph.shapes import bind, is_tensor, op_name, sizes, value_of
 from kvcompile.passes.match.attention.weights import SOFTMAX
 from kvcompile.passes.match.cache.gathers import GATHERS
+from kvcompile.passes.match.sites import Miss
 
 PROJECTIONS = named(Kind.PROJECTION) | {"embedding"}
 PRODUCTS = named(Kind.PRODUCT) | {"flex_attention"}
@@ -64,10 +66,10 @@ def cache_behind(node: fx.Node, effects: Effects) -> fx.Node | None:
     return None
 
 
-def unrecognised(captured: Captured, effects: Effects, spoken: set[fx.Node]) -> list[fx.Node]:
-    """Return products over a cache that no recogniser claimed, without a softmax near them, unless they only rank tokens.
+def unrecognised(captured: Captured, effects: Effects, spoken: set[fx.Node]) -> list[tuple[fx.Node, Miss]]:
+    """Return (product, its Miss) for every product over a cache that no recogniser claimed.
 
-    ``spoken``: the nodes that recognisers claimed for sites.
+    Left out are products near a softmax, whose recogniser reports them, and products that only rank tokens. ``spoken``: the claimed nodes.
     """
     found = []
     for node in captured.graph.nodes:
@@ -77,8 +79,26 @@ def unrecognised(captured: Captured, effects: Effects, spoken: set[fx.Node]) -> 
         bases = [trace(item, lambda base: False).base for item in operands]
         reads = any(_is_cache(base, effects) for base in bases)
         if reads and node not in spoken and not _near_softmax(node, spoken) and not _chooses(node):
-            found.append(node)
+            found.append((node, _miss(node)))
     return found
+
+
+def _miss(product: fx.Node) -> Miss:
+    if op_name(product) == flex.NAME:
+        return Miss(
+            "the cache is read by flex_attention, whose score or mask function could not be run over whole index grids", product,
+            advice="write score_mod and mask_mod in operations that broadcast, or use scaled_dot_product_attention",
+        )
+    if _cut_short(product):
+        return Miss(
+            f"the cache is read by {op_name(product)}, whose result leaves this graph before it meets a softmax and the values: a graph "
+            "break splits the attention", product,
+            advice="keep the attention in one graph (TORCH_LOGS=graph_breaks shows what breaks it)",
+        )
+    return Miss(
+        f"the cache is read by {op_name(product)}, and no softmax or scaled_dot_product_attention was found around it", product,
+        advice="spell the attention with torch.softmax or scaled_dot_product_attention",
+    )
 
 
 def _chooses(product: fx.Node) -> bool:
@@ -95,7 +115,7 @@ def _chooses(product: fx.Node) -> bool:
     return False
 
 
-def cut_short(product: fx.Node) -> bool:
+def _cut_short(product: fx.Node) -> bool:
     """Return whether a value computed from a product leaves the graph before it meets another product or a projection."""
     stack, seen = [product], set[fx.Node]()
     while stack:

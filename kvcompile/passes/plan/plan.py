@@ -27,7 +27,7 @@ from kvcompile.errors import (
     WindowReadLate,
 )
 from kvcompile.passes.graph.effects import Effects
-from kvcompile.passes.graph.shapes import same, value_of
+from kvcompile.passes.graph.shapes import equal, same, value_of
 from kvcompile.passes.match.agreement import agreed
 from kvcompile.passes.match.attention.steps import SEEN, UNSEEN
 from kvcompile.passes.match.mask.masks import hiding
@@ -82,7 +82,7 @@ class SlotPlan:
 
     @property
     def knows_padding(self) -> bool:
-        """Whether the write path needs each row's end of padding."""
+        """Whether the write path is given each row's end of padding, because windows, sinks or the scheme need it."""
         return bool(self.window or self.sinks) or self.scheme.keeps_padding_out
 
     @property
@@ -101,7 +101,7 @@ class SlotPlan:
 
     @property
     def growing(self) -> Growing:
-        """The growth of the store."""
+        """The capacity that the store grows up to (None: unbounded), and whether its first write is its last, as one record."""
         return Growing(self.end, self.still)
 
     @property
@@ -122,7 +122,7 @@ class SlotPlan:
 
     @property
     def bytes_before(self) -> sympy.Expr:
-        """Bytes of the dense cache for the same tokens."""
+        """Bytes of the dense cache for the same rows and tokens."""
         return self._rows * self._tokens * self.spec.heads * self.spec.head_dim * self.spec.dtype.itemsize
 
     @property
@@ -192,16 +192,18 @@ def _slot_plan(slot: Slot, role: Role, chosen: Scheme, exact: tuple[int, int], r
 
 
 def _needs_order(scheme: Scheme, layout: Layout, blocks: str, beside: str, turned: str) -> str | None:
-    """Return the reason, for an error message, why a scheme needs its tokens in order; None if it does not.
+    """Return why a scheme needs its tokens in order, as a clause of an error message; None if it does not need it.
 
-    ``blocks``, ``beside`` and ``turned`` complete the message for schemes that encode blocks, keep further planes, or undo RoPE.
+    ``blocks``, ``beside`` and ``turned`` end the clause for schemes that encode blocks, keep further planes, or undo RoPE.
     """
     if not scheme.by_token:
         return f"encodes blocks of consecutive tokens, and {blocks}"
+    if scheme.window:
+        return f"keeps its newest {scheme.window} tokens in full precision beside its codes, which {beside}"
     if layout.ordered:
-        return f"keeps tokens or tables beside its codes, which {beside}"
+        return f"keeps tokens or tables in addition to its codes, which {beside}"
     if scheme.pre_rope:
-        return f"stores keys turned back by their place in the cache, which is not their position{turned}"
+        return f"undoes RoPE by a key's slot in the cache, which is not its position{turned}"
     return None
 
 
@@ -213,8 +215,11 @@ def _check_dtypes(site: Site) -> None:
 
 
 def _check_table(scheme: Scheme, layout: Layout) -> None:
-    """Raise PagedNeedsTokens if the scheme of a paged cache needs its tokens in order."""
-    why = _needs_order(scheme, layout, "those of a sequence lie at places of their own", "cannot be gathered with them", "")
+    """Raise PagedNeedsTokens if the scheme of a paged cache needs its tokens in order, which such a cache does not keep.
+
+    So do windows, blocks of tokens that are encoded together, and planes computed from queries.
+    """
+    why = _needs_order(scheme, layout, "the tokens of a sequence are in scattered slots", "cannot be gathered with them", "")
     if why is not None:
         raise PagedNeedsTokens(scheme=scheme.spec(), why=why)
 
@@ -222,15 +227,15 @@ def _check_table(scheme: Scheme, layout: Layout) -> None:
 def _check_ring(slots: int, scheme: Scheme, layout: Layout) -> None:
     """Raise SlidingNeedsTokens if the scheme of a cache of ``slots`` slots that are overwritten needs its tokens in order."""
     why = _needs_order(
-        scheme, layout, "each new token would be written over one of the oldest block", "do not go around with them",
-        " once places are written over again",
+        scheme, layout, "each new token would be written over one of the oldest block", "do not wrap around with them",
+        " once slots are overwritten",
     )
     if why is not None:
         raise SlidingNeedsTokens(slots=slots, scheme=scheme.spec(), why=why)
 
 
 def _check_order(site: Site, pair: Pair) -> None:
-    """Raise OrderNotKnown if a scheme needs tokens in order, and this call does not show that they are written in order."""
+    """Raise OrderNotKnown if a scheme needs tokens in order, and the graph does not show that the call writes them in order."""
     needs = next((scheme for scheme in (pair.k, pair.v) if scheme.in_order), None)
     if needs is None:
         return
@@ -238,15 +243,15 @@ def _check_order(site: Site, pair: Pair) -> None:
     if not site.key.kind.facts.written:
         found = "a cache that this attention only reads"
     elif any(slot.write.late for slot in site.slots):
-        found = "tokens that are written behind the attention, for the next call"
+        found = "tokens that are written after the attention, for the next call"
     elif any(slot.write.position.rows for slot in site.slots):
-        found = "positions of its own for every batch row"
+        found = "separate positions for each batch row"
     if found is not None:
         raise OrderNotKnown(scheme=needs.name, path=site.path or "*", found=found)
 
 
 def _check_alone(site: Site, pair: Pair, every: Sequence[Site]) -> None:
-    """Raise OrderNotKnown if another attention reads a cache of this site, and a scheme's own attention decides its contents."""
+    """Raise OrderNotKnown if another attention reads a cache of this site whose contents depend on the attention of its scheme."""
     needs = next((scheme for scheme in (pair.k, pair.v) if scheme.attention != Scheme.attention), None)
     parts = {slot.part for slot in site.slots}
     others = {slot.part for other in every if other is not site for slot in other.slots}
@@ -267,7 +272,7 @@ def _check_log_sums(site: Site, pair: Pair) -> None:
     if not site.attention.gives_log_sums:
         return
     own = next((scheme.name for scheme in (pair.k, pair.v) if scheme.attention != Scheme.attention), None)
-    read = "the log-sum of the scores is read" if site.attention.memory is None else "learned tokens are read beside the cache"
+    read = "the log-sum of the scores is read" if site.attention.memory is None else "learned tokens are read together with the cache"
     if own is not None:
         raise Miss(f"{read}, and the attention of {own} gives none", site.attention.output, advice="use another scheme for this layer")
     if pair.certify is not None:
@@ -297,7 +302,7 @@ def _check_fill(site: Site, pair: Pair) -> None:
     if pair.certify is not None or pair.k.attention != Scheme.attention:
         found = f"the attention of {pair.k.name} knows only tokens that are hidden"
     elif site.key.sliding is not None or site.key.block_table is not None:
-        found = "the places of its cache are in another order"
+        found = "the slots of its cache are in another order"
     elif max(pair.k.window, pair.v.window) and any("B" in role for term in hiding(site.bounds) for role in term.roles):
         found = "its padding is left out of blocks of tokens"
     if found is not None:
@@ -313,7 +318,9 @@ def layer_of(path: str, index: int) -> int:
 
 
 def rolls(site: Site) -> int | None:
-    """Return the capacity of a buffer no longer than its mask's window, in which tokens move once it is full; None for other caches."""
+    """Return the capacity of a buffer that is no longer than its mask's window, so that its tokens move once it is full; None for other
+    caches.
+    """
     hi, lo, slot = site.bounds.hi, site.bounds.lo, site.key
     if lo is None or not slot.kind.facts.in_place or (hi.kind, hi.node) != (lo.kind, lo.node):
         return None
@@ -332,6 +339,22 @@ def _still(slot: Slot, site: Site) -> bool:
     return facts.created and facts.grows and slot.sliding is None and not same(slot.write.count, site.tokens)
 
 
+def _one_length(site: Site) -> None:
+    """Guard that a site's queries, its write and the written values have equally many tokens, if they have in this call.
+
+    SDPA asks on a GPU whether lengths are equal when the variant for an empty cache is traced: after Dynamo's guards are fixed. Queries,
+    keys, values and positions have sizes of their own where Dynamo broke the graph in front of the write.
+    """
+    for slot in site.slots:
+        write = slot.write
+        equal(site.tokens, write.count)
+        given = value_of(write.values).shape
+        # The values may have fewer dims on the left than what is written.
+        place = write.dims.index(write.token_dim) - len(write.dims) + len(given) if write.token_dim in write.dims else -1
+        if place >= 0 and not same(given[place], 1):
+            equal(given[place], write.count)
+
+
 def site_plan(site: Site, pair: Pair, effects: Effects) -> SitePlan:
     """Plan a site's slots with the schemes of ``pair``. Raises a SchemeError or Miss if a scheme cannot hold its slot."""
     pair = dataclasses.replace(pair, k=pair.k.for_module(site.path), v=pair.v.for_module(site.path))
@@ -343,6 +366,7 @@ def site_plan(site: Site, pair: Pair, effects: Effects) -> SitePlan:
     for scheme in (pair.k, pair.v):
         scheme.check_pair(pair.k, pair.v, site.assembly is not None, site.path or "*")
     _check_device(site, pair)
+    _one_length(site)
     _check_order(site, pair)
     _check_fill(site, pair)
     _check_log_sums(site, pair)
@@ -396,7 +420,7 @@ def plan(matched: Matched, policy: Policy) -> Plan:
 
 
 def _shares(site: Site, matched: Matched, planned: list[SitePlan]) -> bool:
-    """Return whether a cache tensor of ``site`` also serves a refused site: then it must stay dense."""
+    """Return whether a refused site reads a cache tensor of ``site`` too, which must then stay dense."""
     refused = {other.index for other in matched.sites} - {item.site.index for item in planned}
     roots = {slot.root for slot in site.slots}
     return any(roots & {slot.root for slot in other.slots} for other in matched.sites if other.index in refused)

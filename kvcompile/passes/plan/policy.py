@@ -1,7 +1,7 @@
 """Policy: schemes for the keys and values of each attention. Pure.
 
-A policy is one scheme, a pair for keys and values, or a mapping from globs over module paths; the longest matching glob wins. A scheme of
-None leaves the attentions of its paths unchanged.
+A policy is one scheme, a pair for keys and values (a mapping, the text ``k=SCHEME,v=SCHEME``, or a name of ``NAMED_PAIRS``), or a mapping
+from globs over module paths; the longest matching glob wins. A scheme of None leaves the attentions of its paths unchanged.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import fnmatch
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from kvcompile.errors import BadPolicy, LayerByNumber, UnknownHalf
-from kvcompile.schemes import Certify, Scheme, parse
+from kvcompile.errors import BadPolicy, LayerByNumber, UnknownKeyOrValue
+from kvcompile.schemes import Certify, Scheme
+from kvcompile.schemes.pairs import parse_pair
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,14 @@ class Policy:
 
     @property
     def pairs(self) -> tuple[tuple[str, Pair], ...]:
-        """The rules with schemes."""
+        """The (glob, pair) rules that store caches in a scheme; rules that leave attentions unchanged are not among them."""
         return tuple((glob, pair) for glob, pair in self.rules if pair is not None)
 
     def of(self, path: str) -> Pair | None:
-        """Return the pair of the longest glob that matches ``path``; None if that glob leaves it out, or none matches."""
+        """Return the pair of the longest glob that matches ``path``.
+
+        None if that glob leaves it out, or none matches: both leave the attention unchanged; ``leaves_out`` tells which.
+        """
         rule = self._rule(path)
         return rule[1] if rule is not None else None
 
@@ -69,24 +73,23 @@ LIKE_KEY_AND_VALUE = ("key", "keys", "value", "values", "k_cache", "v_cache", "k
 
 
 def pair_of(choice: object) -> Pair:
-    """Return a pair for a name, a scheme's text, a Scheme, a Pair, or a mapping with ``k`` and ``v``. Raises a SchemeError otherwise."""
+    """Return a pair for a text (``schemes.pairs``), a Scheme, a Pair, or a mapping with ``k`` and ``v``. Raises a SchemeError otherwise."""
     if isinstance(choice, Pair):
         return choice
     if isinstance(choice, Scheme):
         return Pair(choice, choice)
     if isinstance(choice, str):
-        scheme = parse(choice)
-        return Pair(scheme, scheme)
+        return Pair(*parse_pair(choice))
     if isinstance(choice, Mapping) and set(choice) == {"k", "v"}:
         return Pair(pair_of(choice["k"]).k, pair_of(choice["v"]).v)
     if isinstance(choice, Mapping) and all(isinstance(name, str) for name in choice) and _names_halves(choice):
         wrong = next((name for name in choice if name not in KEY_AND_VALUE), None)
-        raise UnknownHalf(found=sorted(choice), hint="" if wrong is None else f"; did you mean {wrong.strip().lower()[:1]!r}?")
+        raise UnknownKeyOrValue(found=sorted(choice), hint="" if wrong is None else f"; did you mean {wrong.strip().lower()[:1]!r}?")
     raise BadPolicy(found=choice)
 
 
 def _names_halves(choice: Mapping[object, object]) -> bool:
-    """Return whether a mapping's keys look like names for keys and values rather than module paths."""
+    """Return whether a mapping's keys look like names for keys and values (such as ``k`` and ``v``) rather than module paths."""
     names = [str(name).strip().lower() for name in choice]
     return bool(names) and all(name in KEY_AND_VALUE or difflib.get_close_matches(name, LIKE_KEY_AND_VALUE, 1, 0.75) for name in names)
 

@@ -1,4 +1,7 @@
-"""Reporting: sites and schemes that can report their distance from full precision, and the plane that accumulates reports. Pure."""
+"""Reporting: check that a site and its schemes support error reports, and add the plane that accumulates them to a layout. Pure.
+
+An error report is a bound on the distance between a step's result and attention over full-precision tokens.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,10 @@ def check_scheme(scheme: Scheme, slot: SlotSpec, path: str) -> None:
 
 
 def with_tally(layout: Layout, slot: SlotSpec) -> Layout:
-    """Return a key slot's layout with the report plane appended, preceded by a plane for window refills if windowed; others unchanged."""
+    """Return a key slot's layout with the plane of error reports appended; a value slot's layout unchanged.
+
+    With a window, a plane that marks refills of the window precedes it.
+    """
     if slot.role is not Role.KEY:
         return layout
     windowed = any(plane.name == "window" for plane in layout.planes)

@@ -51,6 +51,7 @@ class Appends:
         self.tokens: dict[Part, fx.Node] = {}
         self.exact_newest: dict[Part, ExactNewest] = {}
         self._origins: dict[Any, fx.Node] = {}
+        self._taken: dict[Part, fx.Node] = {}
 
     def append(self, slot: SlotPlan, late: Emitter | None = None) -> fx.Node:
         """Emit the append of one slot's new tokens, at the write or at ``late`` if given; return the tokens as [B, K, S, D]."""
@@ -67,26 +68,44 @@ class Appends:
             tokens, where = self.paged.new_tokens(emit, slot), self.paged.written(emit, slot, device)
             self._emit(emit, slot, rotation.rotated(emit, self.planes, slot, tokens), planes, where, None)
             return tokens
-        tokens = new_tokens(emit, slot)
         if slot.slot.sliding is not None:
+            tokens = new_tokens(emit, slot)
             anew = self.context.variant is Variant.FRESH
             stored = rotation.rotated(emit, self.planes, slot, tokens)
             self.sliding.append(emit, slot, stored, self.planes.written(slot), self.planes.encoding(slot), device, anew)
             return tokens
-        position = self.positions.of(emit, slot)
-        if late is not None:
-            # Keep the tokens as of the write: they may be changed in place before the later append.
-            changes = self.context.effects.writes_to(write.values)
-            tokens, emit = emit.call(aten.clone.default, tokens) if changes else tokens, late
-        self._encode(emit, slot, tokens, position)
+        position, tokens = self.positions.of(emit, slot), self._new(slot, late)
+        self._encode(emit if late is None else late, slot, tokens, position)
         return tokens
 
-    def _encode(self, emit: Emitter, slot: SlotPlan, tokens: fx.Node, position: fx.Node) -> None:
-        """Emit the append of ``tokens`` [B, K, S, D] to a linear store; positions count from each row's origin if the scheme needs it."""
+    def _new(self, slot: SlotPlan, late: Emitter | None) -> fx.Node:
+        """Return the new tokens [B, K, S, D] of a linear store as of the write, for an append there or at ``late``; emitted once."""
+        part, write = slot.slot.part, slot.slot.write
+        if part not in self._taken:
+            emit = self.context.emit_before(write.at)
+            tokens = new_tokens(emit, slot)
+            # They may be changed in place before a later append.
+            changes = late is not None and self.context.effects.writes_to(write.values)
+            self._taken[part] = emit.call(aten.clone.default, tokens) if changes else tokens
+        return self._taken[part]
+
+    def _stored(
+        self, emit: Emitter, slot: SlotPlan, tokens: fx.Node, position: fx.Node
+    ) -> tuple[fx.Node, Emitter, fx.Node, fx.Node | None]:
+        """Return tokens in the form that the store keeps (RoPE undone, rotated), with the emitter, positions and row origins of their
+        append.
+
+        The row origins are None if positions are counted from 0.
+        """
         origin = None
         if slot.knows_padding:
             emit, position, origin = self._counted_from_padding(emit, slot, position)
         stored = rotation.rotated(emit, self.planes, slot, self.rope.undo(emit, slot, tokens, position, origin))
+        return stored, emit, position, origin
+
+    def _encode(self, emit: Emitter, slot: SlotPlan, tokens: fx.Node, position: fx.Node) -> None:
+        """Emit the append of ``tokens`` [B, K, S, D] to a linear store; positions count from each row's origin if the scheme needs it."""
+        stored, emit, position, origin = self._stored(emit, slot, tokens, position)
         planes, scheme = self.planes.written(slot), slot.scheme.spec()
         if not slot.window:
             place = self.planes.from_first(emit, slot, position)
@@ -108,7 +127,7 @@ class Appends:
 
     def _keep_first(self, emit: Emitter, slot: SlotPlan, stored: fx.Node, position: fx.Node, origin: fx.Node | None) -> None:
         """Emit the write of each row's first tokens in full precision, if the slot keeps any."""
-        planes = [node for spec, node in zip(slot.layout.planes, self.planes.of(slot), strict=True) if spec.early]
+        planes = [node for spec, node in zip(slot.layout.planes, self.planes.of(slot), strict=True) if spec.exact_first]
         if planes:
             emit.call(torch.ops.kvcompile.keep_first.default, stored, planes, position, origin)
 
@@ -147,16 +166,22 @@ class Appends:
         slot = item.key
         if not self.context.is_calibrated(slot) or slot.slot.part in self.tokens:
             return
-        queries = self._before_rope(emit, item, q_BHSD)
+        queries, angles = self._before_rope(emit, item, q_BHSD)
         if slot.rotation is not None and slot.rotation.plane is None:
             queries = rotation.rotated(emit, self.planes, slot, queries)
-        calibrate(emit, item, queries, self.planes.of(slot), slot.slot.write.count)
+        keys = None
+        if slot.scheme.calibrates_on_keys:
+            keys = self._stored(emit, slot, self._new(slot, emit), self.positions.of(self.context.emit_before(slot.slot.write.at), slot))[0]
+        calibrate(emit, item, queries, self.planes.of(slot), keys, angles)
 
-    def _before_rope(self, emit: Emitter, item: SitePlan, q_BHSD: fx.Node) -> fx.Node:
-        """Return the queries for calibration: before RoPE if the scheme asks for it and queries have the positions of the new keys."""
+    def _before_rope(self, emit: Emitter, item: SitePlan, q_BHSD: fx.Node) -> tuple[fx.Node, list[fx.Node] | None]:
+        """Return the queries for calibration, and the RoPE angles that were undone on them; (queries unchanged, None) if none were.
+
+        RoPE is undone if the scheme asks for it and the queries have the positions of the new keys.
+        """
         attention, slot = item.site.attention, item.key
         own = same(size_along(attention.q, attention.q_roles, "S", attention.folded), slot.slot.write.count)
         if not slot.scheme.calibrates_before_rope or not own:
-            return q_BHSD
+            return q_BHSD, None
         emit, position, origin = self._counted_from_padding(emit, slot, self.positions.of(emit, slot))
-        return self.rope.undo(emit, slot, q_BHSD, position, origin)
+        return self.rope.undo(emit, slot, q_BHSD, position, origin), self.rope.angles(emit, slot, position, origin)

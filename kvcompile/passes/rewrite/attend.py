@@ -96,10 +96,25 @@ def _flash(emit: Emitter, item: SitePlan, source: Sources) -> fx.Node:
     # On a GPU, SDPA with grouped float32 heads specialises on its sizes (torch 2.11), so one graph could not serve all lengths.
     if grouped and isinstance(count, torch.SymInt) and source.dtype == torch.float32:
         fresh, grouped = (_repeated(emit, fresh[0], item.site.groups), _repeated(emit, fresh[1], item.site.groups)), False
-    return emit.call(
-        aten.scaled_dot_product_attention.default, source.q, *fresh, None, 0.0, not same(count, 1), scale=abs(attention.scale),
-        enable_gqa=grouped,
+    q, k, v = source.q, *fresh
+    if isinstance(count, torch.SymInt):
+        made = item.site.assembly
+        room = (item.key.spec.head_dim if made is None else sum(stripe.count for stripe in made.keys)) - source.value_dim
+        # SDPA over two widths specialises on its sizes too (torch 2.11), and holds all scores at once (every torch).
+        q, k, v = _padded(emit, q, -room), _padded(emit, k, -room), _padded(emit, v, room)
+    out = emit.call(
+        aten.scaled_dot_product_attention.default, q, k, v, None, 0.0, not same(count, 1), scale=abs(attention.scale), enable_gqa=grouped,
     )
+    return out if v is fresh[1] else emit.call(aten.slice.Tensor, out, -1, 0, source.value_dim)
+
+
+def _padded(emit: Emitter, x: fx.Node, room: int) -> fx.Node:
+    """Emit ``x`` with ``room`` channels of zeros appended, which change neither scores nor the other channels of the result."""
+    if room <= 0:
+        return x
+    # Not constant_pad_nd, which specialises as well.
+    one = emit.call(aten.slice.Tensor, x, -1, 0, 1)
+    return emit.call(aten.cat.default, [x, emit.call(aten.zeros_like.default, emit.call(aten.expand.default, one, [-1, -1, -1, room]))], -1)
 
 
 def _repeated(emit: Emitter, x: fx.Node, groups: int) -> fx.Node:
@@ -181,7 +196,11 @@ def _observe(shared: Shared, emit: Emitter, item: SitePlan, source: Sources) -> 
 
 
 def _with_rows(out: fx.Node, item: SitePlan) -> fx.Node:
-    """Record on an attention node its rows of queries per kv head (1 for one new token) and query heads per kv head, to choose a kernel."""
+    """Return attention node ``out`` with two numbers added to its metadata, by which a kernel is chosen.
+
+    QUERY_ROWS: new tokens times query heads per kv head, estimated if symbolic; 1 for a single new token, whatever the heads. QUERY_GROUP:
+    query heads per kv head.
+    """
     site, attention = item.site, item.site.attention
     count = size_along(attention.q, attention.q_roles, "S", attention.folded)
     alone = isinstance(count, int) and count == 1

@@ -19,8 +19,10 @@ from kvcompile.passes.plan.plan import SitePlan
 from kvcompile.passes.rewrite.left_padding import shown
 
 
-def calibrate(emit: Emitter, item: SitePlan, q_BHSD: fx.Node, planes: list[fx.Node], tokens: Any) -> None:
-    """Emit the calibration of a key slot: ``planes`` are all planes of the slot, ``tokens`` is the number of new keys."""
+def calibrate(
+    emit: Emitter, item: SitePlan, q_BHSD: fx.Node, planes: list[fx.Node], keys: fx.Node | None, angles: list[fx.Node] | None
+) -> None:
+    """Emit the calibration of a key slot: ``planes`` are all planes of the slot; for ``keys`` and ``angles`` see ``calibrate_body``."""
     slot = item.key
     calibrated = [node for node, spec in zip(planes, slot.layout.planes, strict=True) if spec.name in slot.scheme.calibrated]
     attention = item.site.attention
@@ -29,9 +31,13 @@ def calibrate(emit: Emitter, item: SitePlan, q_BHSD: fx.Node, planes: list[fx.No
     if abs(factor - 1) > 1e-6:
         q_BHSD = emit.call(aten.mul.Scalar, q_BHSD, factor)
     # In cross-attention the mask describes padding of the keys only, not of the queries.
-    own = same(size_along(attention.q, attention.q_roles, "S", attention.folded), tokens)
+    own = same(size_along(attention.q, attention.q_roles, "S", attention.folded), slot.slot.write.count)
     keep = _real(emit, item) if own else None
-    emit.call(torch.ops.kvcompile.calibrate.default, q_BHSD, calibrated, keep, slot.scheme.spec())
+    beside: list[Any] = [] if keys is None and angles is None else [keys]
+    if angles is not None:
+        assert slot.rope is not None
+        beside += [angles, slot.rope.interleaved]
+    emit.call(torch.ops.kvcompile.calibrate.default, q_BHSD, calibrated, keep, slot.scheme.spec(), *beside)
 
 
 def _real(emit: Emitter, item: SitePlan) -> fx.Node | None:

@@ -53,10 +53,10 @@ def rewritten_inputs(captured: Captured, rewritten: Rewritten) -> tuple[tuple[An
 
 
 def _length(mode: Any, name: str, symbols: dict[Any, str], label: str) -> Any:
-    """Return the length of planes along their first axis: a new symbol with source ``name``, recorded in ``symbols`` by ``label``.
+    """Return the length of planes along their first axis, the number of pages: a new symbol with source ``name``, recorded under ``label``.
 
-    Named by the variant, not counted: each graph has its own shape environment, and a name that depended on earlier compilations would
-    miss Inductor's disk cache.
+    The name comes from the variant and not from a counter: each graph has its own shape environment, and a name that depended on earlier
+    compilations would miss Inductor's disk cache.
     """
     if mode.shape_env is None:
         return PAGES_HINT

@@ -30,7 +30,7 @@ def _per_row(term: MaskTerm) -> bool:
 
 
 def shown(emit: Emitter, term: MaskTerm, site: Site) -> fx.Node:
-    """Emit a mask term's visible tokens, bool [B or 1, H or 1, S or 1, T]."""
+    """Emit which tokens a mask term leaves visible, bool [B or 1, H or 1, S or 1, T]."""
     node = rows_of_call(emit, term.node, term.roles, site)
     if term.kind is MaskKind.ADD:
         # Not "greater than": NaN must count as visible.
@@ -68,7 +68,7 @@ def from_origin(
     batch = emit.call(aten.sym_size.int, column, 0)
 
     def shifted(mask: fx.Node, dim: int) -> tuple[fx.Node, fx.Node]:
-        """Emit a mask from the origin on along ``dim``, and a mask of the positions that exist."""
+        """Emit a mask shifted along ``dim`` so that index 0 is each row's origin, and a mask of the indices that exist after the shift."""
         size = emit.call(aten.sym_size.int, mask, dim)
         index = emit.call(aten.add.Tensor, emit.call(aten.arange.default, size, dtype=torch.int64, device=device), column)
         inside = emit.call(aten.lt.Scalar, index, size)

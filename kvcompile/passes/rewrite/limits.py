@@ -33,7 +33,8 @@ from kvcompile.types import PAGE
 def visibility(context: Context, emit: Emitter, item: SitePlan, as_it_lies: bool) -> Visibility:
     """Emit the operands of a site's mask, over tokens in the model's order.
 
-    ``as_it_lies``: attention reads a sliding cache in slot order, so limits that hide nothing are left out.
+    ``as_it_lies``: attention reads a sliding cache in slot order, where a limit by position has no meaning; limits that every stored token
+    meets are then left out.
     """
     site = item.site
     hi, lo = (
@@ -44,7 +45,7 @@ def visibility(context: Context, emit: Emitter, item: SitePlan, as_it_lies: bool
 
 
 def within_length(context: Context, emit: Emitter, item: SitePlan, seen: Visibility) -> Visibility:
-    """Clamp the upper limit to the last token that is read, if it may exceed it."""
+    """Return ``seen`` with its upper limit clamped to the last token that is read, if the limit may exceed that token."""
     site = item.site
     if seen.hi is None or site.key.sliding is not None or context.is_fresh(item.key) or not exceeds(site):
         return seen
@@ -53,9 +54,9 @@ def within_length(context: Context, emit: Emitter, item: SitePlan, seen: Visibil
 
 
 def seeing(emit: Emitter, item: SitePlan, q: fx.Node, hi: fx.Node, planes: Planes, positions: NewPositions) -> fx.Node:
-    """Emit queries [B, H, S, D] with NaN for those with a limit beyond the store's end (with a window, beyond its newest token).
+    """Emit queries [B, H, S, D], set to NaN where their upper limit is beyond the store's end (with a window, beyond its newest token).
 
-    No token exists there, and the step does not wait for the device to check the mask's reach.
+    No token exists there. The NaN shows the error without waiting for the device to check the mask.
     """
     if not unbounded(item.site):
         return q

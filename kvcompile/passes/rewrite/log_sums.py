@@ -26,7 +26,7 @@ def apart(emit: Emitter, both: fx.Node, source: Sources) -> tuple[fx.Node, fx.No
 
 
 def replace(context: Context, emit: Emitter, item: SitePlan, log: fx.Node) -> None:
-    """Replace a site's log-sums by ``log`` [B, H, S, 1], and move their early readers behind the new attention."""
+    """Replace a site's log-sums by ``log`` [B, H, S, 1], and move nodes that read them before the new attention to after it."""
     site, old = item.site, item.site.attention.log_sums
     assert old is not None
     dtype = value_of(old).dtype

@@ -43,7 +43,7 @@ def merged(
 
 
 def _attend(emit: Emitter, item: SitePlan, source: Sources) -> fx.Node:
-    """Emit attention over the learned tokens alone, with log-sums; learned sinks belong to the attention over cached tokens."""
+    """Emit attention over only the learned tokens, with log-sums; learned sinks belong to the attention over cached tokens."""
     attention = item.site.attention
     memory = attention.memory
     assert memory is not None

@@ -32,7 +32,7 @@ def in_order(emit: Emitter, item: SitePlan, q: fx.Node, planes: Planes) -> fx.No
 
 
 def _broken(emit: Emitter, clock: fx.Node) -> fx.Node:
-    """Emit a mask of broken rows, bool [B], from a clock [1, B, K, 1, 2]; see ``append_window.is_broken``."""
+    """Emit a mask of rows whose tokens came out of order, bool [B], from a clock [1, B, K, 1, 2]; see ``append_window.is_broken``."""
     held = clock
     for dim, at in ((4, 0), (3, 0), (2, 0), (0, 0)):
         held = emit.call(aten.select.int, held, dim, at)

@@ -68,7 +68,7 @@ class PagedCaches:
         return emit.call(aten.unsqueeze.default, node, 0)
 
     def written(self, emit: Emitter, slot: SlotPlan, device: torch.device) -> fx.Node:
-        """Emit the slots of the new tokens, int64 [1, S]."""
+        """Emit the pool slots that the new tokens are written to, int64 [1, S]."""
         write = slot.slot.write
         places = write.places
         assert places is not None
@@ -99,7 +99,7 @@ class PagedCaches:
         return [emit.call(operator.getitem, gather, at) for at in range(len(planes))]
 
     def _read(self, emit: Emitter, slot: SlotPlan, device: torch.device, batch: Any) -> fx.Node:
-        """Emit the slots of every row's tokens, int64 [B, T]."""
+        """Emit the pool slots that hold each batch row's tokens, int64 [B, T], in the order of tokens."""
         table = slot.slot.block_table
         assert table is not None
         places = table.places
@@ -140,7 +140,9 @@ class PagedCaches:
     # --- both ------------------------------------------------------------------------------------
 
     def _key(self, places: Places, user: fx.Node) -> tuple[Any, ...]:
-        """Return a key that is equal for equal slots; for indices that the graph writes to, it is unique to ``user``."""
+        """Return a key that is equal for indices with equal values; for indices that the graph writes to, it is unique to the node
+        ``user``.
+        """
         changing = any(self.effects.writes_to(item.node) for item in places.picked)
         return (places, user) if changing else (places,)
 

@@ -11,7 +11,7 @@ from kvcompile.passes.rewrite.rewritten import Binding
 
 
 class Planes:
-    """Creates the placeholders of each store at first use, behind all others, and binds them to its slot."""
+    """Creates the placeholders of each store at first use, after all other placeholders, and binds them to its slot."""
 
     def __init__(self, context: Context) -> None:
         self.context = context

@@ -32,7 +32,8 @@ def check_reads(context: Context) -> None:
             changed = [write for write in ahead if effects.order[write] > _last_read(origin, effects.order)]
             if changed:
                 raise Unsupported(
-                    expected="what an attention reads to stay as it was", found=f"{op_name(changed[0])} on {origin.name} before it is read",
+                    expected="operands that nothing changes before the attention",
+                    found=f"{op_name(changed[0])} on {origin.name} before it is read",
                     where=source_line(changed[0]), todo="change a copy (x = x + 1 rather than x += 1)",
                 )
             if node.args[:1] == (item,) and gives_view(node):

@@ -15,7 +15,7 @@ from kvcompile.passes.rewrite.rewritten import Rewritten, Variant
 
 
 def gap(rewritten: Rewritten, captured: Captured) -> str | None:
-    """Return the reason why a rewritten graph is not recorded as a CUDA graph; None if it may be."""
+    """Return the reason why a rewritten graph is not recorded as a CUDA graph; None if the graph may be recorded."""
     if rewritten.variant is Variant.FRESH or any(binding.plan.slot.kind.facts.created for binding in rewritten.bindings):
         return "it fills empty caches: that happens once a conversation, and what it makes must outlive the next call"
     sizes = rewritten.sizes or any(isinstance(captured.fakes[index], torch.SymInt) for index in rewritten.kept)

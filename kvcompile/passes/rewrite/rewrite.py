@@ -1,7 +1,7 @@
 """Rewrite: every planned site becomes ``kvcompile::append`` and ``kvcompile::attend`` (or its scheme's own attention) on store planes.
 
 With ``certify`` and a scheme without a certificate, ``kvcompile::report_site`` follows ``attend`` and adds to the keys' last plane. The
-planes are new placeholders behind the old ones; the cache tensor itself leaves the graph. There are two variants of a graph, because
+planes are new placeholders after the old ones; the cache tensor itself leaves the graph. There are two variants of a graph, because
 the host knows before the call whether anything is cached, and choosing needs neither a recompile nor a branch on the device:
 
 PAST    attention reads the store, after the new tokens are appended

@@ -36,12 +36,14 @@ class RopeTables:
 
     def undo(self, emit: Emitter, slot: SlotPlan, keys: fx.Node, position: fx.Node, origin: fx.Node | None) -> fx.Node:
         """Emit new keys [B, K, S, D] at ``position`` with their RoPE undone; ``origin``: the first visible token of each row, or None."""
-        rope = slot.rope
-        if rope is None:
+        if slot.rope is None:
             return keys
-        place = self._place(emit, slot, position, origin)
-        cos, sin = self._at(emit, slot, rope, place)
-        return emit.call(torch.ops.kvcompile.undo_rope.default, keys, cos, sin, rope.interleaved)
+        return emit.call(torch.ops.kvcompile.undo_rope.default, keys, *self.angles(emit, slot, position, origin), slot.rope.interleaved)
+
+    def angles(self, emit: Emitter, slot: SlotPlan, position: fx.Node, origin: fx.Node | None) -> list[fx.Node]:
+        """Emit cos and sin [1 or B, S, Dr] at ``position``, for a slot whose keys are stored before RoPE."""
+        assert slot.rope is not None
+        return self._at(emit, slot, slot.rope, self._place(emit, slot, position, origin))
 
     def operands(self, emit: Emitter, slot: SlotPlan) -> list[Any]:
         """Return attend's operands to rotate stored keys: tables of all positions, and the pairing of channels; [] without ``pre_rope``."""

@@ -45,7 +45,7 @@ class SlidingCaches:
         return self.cursors[sliding.slots]
 
     def finalize(self) -> tuple[int, ...]:
-        """Move the cursors behind the planes; return their caches' numbers of slots, in order."""
+        """Move the placeholders of the cursors after those of the planes; return the numbers of slots of the cursors' caches, in order."""
         for node in self.cursors.values():
             [item for item in self.graph.nodes if item.op == "placeholder"][-1].append(node)
         return tuple(self.cursors)
@@ -131,7 +131,7 @@ class SlidingCaches:
         return self.orders[key]
 
     def in_slot_order(self, emit: Emitter, item: SitePlan, seen: Visibility, device: torch.device) -> Visibility:
-        """Map one new token's mask from token order to slot order."""
+        """Return the mask operands of a call with one new token, mapped from token order to slot order."""
         sliding, site = item.key.slot.sliding, item.site
         assert sliding is not None
         count = sliding.past + 1
@@ -168,7 +168,7 @@ class SlidingCaches:
 
 
 def _all_of_it(slot: Slot) -> bool:
-    """Return whether attention reads the whole of a cache tensor that is returned longer by each call."""
+    """Return whether attention reads all tokens of a sliding cache that grows by concatenation."""
     assert slot.sliding is not None
     if not slot.kind.facts.extended or slot.placeholder is None:
         return False
@@ -180,7 +180,7 @@ def _boolean(site: Site) -> bool:
 
 
 def covered(site: Site, limit: Limit) -> bool:
-    """Return whether a limit hides no token that is read, or none that a carried mask does not hide too."""
+    """Return whether a limit hides no token that is read, or only tokens that a carried mask hides too."""
     carried_says_so = len(site.attention.masks) == 1 and bool(site.bounds.carried) and not site.attention.causal
     if carried_says_so or limit.kind is LimitKind.ALL:
         return True

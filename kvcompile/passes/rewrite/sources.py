@@ -23,10 +23,9 @@ DENSE = "dense()"
 class Sources:
     """Operands of one attention.
 
-    ``q``            queries [B, H, S, D] in ``dtype``
-    ``keys, values`` planes of stores, or one plane each of this call's tokens, encoded as ``schemes`` say
-    ``fresh``        this call's keys and values [B, K, S, D]; None if stores are read
-    ``grouped``      the heads of ``fresh`` are fewer than query heads
+    ``q``            queries [B, H, S, D] in ``dtype``; channels rotated like the keys' if stores are read ``keys, values`` planes of
+    stores, or one plane each of this call's tokens, encoded as ``schemes`` say ``fresh``        this call's keys and values [B, K, S, D];
+    None if stores are read ``grouped``      the heads of ``fresh`` are fewer than query heads
     """
 
     q: fx.Node
@@ -83,7 +82,7 @@ def _times(emit: Emitter, q: fx.Node, dtype: torch.dtype, factors: tuple[Factor,
 
 
 def _of_this_call(appends: Appends, emit: Emitter, item: SitePlan, stored: Sources) -> Sources:
-    """Return the operands for attention over the new tokens alone, in full precision."""
+    """Return the operands for attention over only this call's new tokens, in full precision."""
     site, made, dtype = item.site, item.site.assembly, stored.dtype
     grouped, value_dim = site.groups > 1, stored.value_dim
     if made is not None:

@@ -65,14 +65,14 @@ class Symbols:
         )
 
     def input(self, symbol: Any) -> fx.Node:
-        """Return the input of the graph for one symbol, created behind all other inputs at first use."""
+        """Return the graph's placeholder for one symbol, created after all other placeholders at first use."""
         if symbol not in self.extra:
             with self.graph.inserting_before(next(node for node in self.graph.nodes if node.op != "placeholder")):
                 self.extra[symbol] = self.graph.placeholder(f"kv_size_{symbol}")
         return self.extra[symbol]
 
     def finalize(self) -> tuple[Any, ...]:
-        """Add inputs for symbols that the graph still needs, move all new inputs behind the others, and return their symbols in order.
+        """Add inputs for symbols that the graph still needs, move all new inputs after the others, and return their symbols in order.
 
         Inductor reads a symbol from an input that is that symbol, or from the size of a tensor. A symbol known only from a removed cache
         tensor, under whatever name the tracer chose, would be undefined.
@@ -92,7 +92,7 @@ class Symbols:
         return tuple(self.extra)
 
     def _early(self, target: Any, *args: Any) -> fx.Node:
-        """Emit a node at the start of the graph, behind earlier ones from here, so that every other node may use it."""
+        """Emit a node at the start of the graph, after the nodes emitted here before, so that every other node may use it."""
         anchor = next(node for node in self.graph.nodes if node.op != "placeholder" and node not in self.made)
         with self.graph.inserting_before(anchor):
             made = self.graph.call_function(target, args)

@@ -182,7 +182,7 @@ class BoundGraph:
         return step
 
     def _say_all_encoded(self, form: CacheForm, tensor: torch.Tensor) -> None:
-        """Warn that all slots of a dense cache are encoded, except in a trial."""
+        """Warn, unless in a trial, that a dense cache is encoded over its whole length, unwritten positions included."""
         if self.dense is not None:
             warn_all_encoded(form, tensor)
 
@@ -197,9 +197,9 @@ class BoundGraph:
     def _go_back(self, step: _CallStates, call: Call) -> None:
         """Roll every state back to the start of this call's tokens, or none of them. Raises WindowPassed if a window has lost them."""
         with step.undo:
-            for form, state, start in zip(self.forms, step.states, step.starts, strict=True):
+            for form, state, start, count in zip(self.forms, step.states, step.starts, step.counts, strict=True):
                 if form.goes_back(state, start, call):
-                    step.undo.whole(state)
+                    step.undo.whole(state, start, count)
                     state.rewind(form.rows_start(start, call))
 
     def _compute(self, step: _CallStates, call: Call) -> tuple[Rewritten, list[Any]]:
@@ -236,9 +236,14 @@ class BoundGraph:
             tokens.append(needed)
             wanted = pages_for(needed) if form.growing.still else self.growth.pages(needed, capacity)
             pages[form.growing] = max(pages.get(form.growing, LEAST_PAGES), wanted, state.pages)
+        grown = False
         for form, state, needed in zip(self.forms, step.states, tokens, strict=True):
             for store in state.stores.values():
+                before = store.planes[0]
                 store.reserve(pages[form.growing], needed)
+                grown = grown or store.planes[0] is not before
+        if grown:
+            self.states.live.measure()
 
     def _cursors(self, rewritten: Rewritten, step: _CallStates) -> list[torch.Tensor]:
         """Return the cursors of sliding windows (the slots of their next tokens), as the compiled code takes them."""
@@ -248,7 +253,7 @@ class BoundGraph:
         return cursors(rewritten.cursors, starts, value_of(self.forms[0].group.root).device) if rewritten.cursors else []
 
     def _mark_checked(self, step: _CallStates, call: Call, rewritten: Rewritten) -> None:
-        """Mark these caches for the fast path, if later steps can differ only in lengths."""
+        """Mark these caches as checked, so that later steps, which differ only in lengths, take the fast path."""
         if rewritten.variant is not Variant.PAST or not self.trusted:
             return
         if self.fast_path is None:
@@ -270,7 +275,7 @@ class BoundGraph:
         return self._results(results, {**made, **self._given_back(call.args)}, rewritten)
 
     def _given_back(self, args: tuple[Any, ...]) -> dict[int, Any]:
-        """Return by output index the buffers that the graph returns unchanged."""
+        """Return {output index: buffer} for the buffers that the graph returns unchanged."""
         return {output: args[argument] for output, argument in self.returned}
 
     @staticmethod

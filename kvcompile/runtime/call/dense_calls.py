@@ -53,7 +53,7 @@ class Mark:
         return None if found is None else Mark(*found)
 
     def put(self, tensor: torch.Tensor) -> None:
-        """Mark a cache tensor as the last call left it, and forget its earlier codes."""
+        """Attach this mark, with the tensor's present version, to a cache tensor, and forget the codes from before it became dense."""
         forget(tensor)
         setattr(tensor, STAYS_DENSE, (self.why, self.kind, self.emptied, _version(tensor)))
 
@@ -91,13 +91,13 @@ def stays_dense(form: CacheForm, call: Call, remembered: bool) -> Mark | None:
         return None
     if form.kind.adopted and not handles.can_take_over(tensor):
         return Mark(
-            "its memory is not its own: it is a view, a parameter, an array or loaded from a file, or something else holds a view of it; a "
-            "clone of it can be compressed"
+            "it does not own its memory alone: it is a view, a parameter, an array or loaded from a file, or something else holds a view "
+            "of it; a clone of it can be compressed"
         )
     if form.windowed and (why := form.disordered(call)):
         return Mark(why)
     if form.windowed and form.holds_more(tensor, form.prior(tensor, call)):
-        mark = Mark("its places hold values where nothing was written yet, and a window takes tokens in their order: make it of zeros")
+        mark = Mark("its unwritten slots hold nonzero values, and a window needs tokens in order: create it with zeros")
         if remembered:
             mark.put(tensor)
         return mark
@@ -130,7 +130,9 @@ class DenseCalls:
     def out_of_order(
         self, forms: Sequence[CacheForm], args: tuple[Any, ...], found: OutOfOrder, densified: Mapping[int, str]
     ) -> tuple[Any, ...]:
-        """Return the results of a call that a window cannot serve, on dense caches; they stay dense if no later call can be served."""
+        """Return the results of a call that a window cannot serve, computed on dense caches; these stay dense if no later call can be
+        served.
+        """
         group = found.group
         results = self._run(forms, args, found.why, group.where, densified)
         if found.lost:
@@ -141,7 +143,8 @@ class DenseCalls:
     def refused(
         self, forms: Sequence[CacheForm], args: tuple[Any, ...], refused: CallRefused, densified: Mapping[int, str]
     ) -> tuple[Any, ...]:
-        """Return the results of a call that its compressed caches refuse: they become dense, until they are emptied.
+        """Return the results of a call that its compressed caches refuse, computed after they become dense; they stay so until they are
+        emptied.
 
         Raises ``refused`` without a compiler, or if the model itself fails on this call too.
         """
@@ -180,7 +183,7 @@ class DenseCalls:
             )
         if (kind, where) not in self.reported:
             self.reported[kind, where] = why
-            log.warning("the cache at %s stays dense, and with it the caches of its graph: %s", where, why)
+            log.warning("the cache at %s stays dense, and so do the other caches of its graph: %s", where, why)
         if self.compiled is None:
             self.compiled = self.compile_captured()
         # Reasons "": the warning above covers these tensors.
@@ -198,8 +201,8 @@ def _tensors(group: Group, args: tuple[Any, ...], results: tuple[Any, ...]) -> l
 def warn_all_encoded(form: CacheForm, tensor: torch.Tensor) -> None:
     """Warn that all slots of a dense cache tensor are encoded, written or not."""
     log.warning(
-        "the cache at %s arrives with values in places that were not written yet: all of its %d places are encoded; make it of zeros, and "
-        "it costs what is in use", form.group.where, tensor.shape[form.token_dim],
+        "the cache at %s holds nonzero values in slots that were not written yet, so all of its %d slots are encoded; create it with "
+        "zeros, so that only used slots take memory", form.group.where, tensor.shape[form.token_dim],
     )
 
 

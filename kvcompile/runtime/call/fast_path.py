@@ -31,7 +31,11 @@ class DecodeFastPath:
 
     @staticmethod
     def of(rows: Sequence[FastPathSlot], roots: Sequence[Any], pairs: tuple[tuple[int, int], ...], rewritten: Rewritten) -> DecodeFastPath:
-        """Return the fast path of a graph from the slots and roots of its groups and the rewritten graph's bindings."""
+        """Return the fast path of a graph.
+
+        ``rows``: one entry for each cache tensor; ``roots``: the cache tensors' nodes; ``pairs``: indices of caches that must have equal
+        lengths; ``rewritten``: its bindings give the order of the planes.
+        """
         place = {root: index for index, root in enumerate(roots)}
         return DecodeFastPath(tuple(rows), tuple((place[item.plan.slot.root], item.part) for item in rewritten.bindings), pairs)
 
@@ -41,7 +45,7 @@ class DecodeFastPath:
             state.checked_for.add((self, index))
 
     def ready(self, args: tuple[Any, ...], counters: Sequence[torch.Tensor]) -> list[CacheState] | None:
-        """Return the states of a call that needs no checks and no room; None if ``BoundGraph`` must take the full path."""
+        """Return the states of a call that needs neither checks nor new pages; None if ``BoundGraph`` must take the full path."""
         states = []
         moments: set[CounterSnapshot | None] = set()
         rooms: dict[int, int] = {}
@@ -85,7 +89,7 @@ class DecodeFastPath:
         return cursors(sizes, starts, states[0].device)
 
     def commit(self, states: Sequence[CacheState], args: tuple[Any, ...], moment: CounterSnapshot) -> None:
-        """Record the new tokens; ``moment``: the call's counters, as it left them."""
+        """Record the new tokens; ``moment``: the values that the call's position counters had after it."""
         for row, state in zip(self.rows, states, strict=True):
             state.overwrite(state.behind + row.count)
             tensor = args[row.argument]

@@ -144,7 +144,7 @@ def _alike(layers: Iterable[_Held]) -> Iterable[list[_Held]]:
 
 
 def _importance(layers: Sequence[_Held], held: Sequence[_Held]) -> torch.Tensor:
-    """Return copies of the importance of some layers' tokens, in their scheme's form."""
+    """Return a copy of the importance of the tokens of ``layers``, computed by their scheme; ``held``: all layers of the graph."""
     among = [tuple(item.keys.planes) for item in held if item.alike == layers[0].alike]
     return layers[0].keys.scheme.importance([tuple(item.keys.planes) for item in layers], layers[0].count, among)
 
@@ -186,7 +186,8 @@ def _own_stream(device: torch.device) -> torch.cuda.Stream:
 
 @contextlib.contextmanager
 def _beside(read: Sequence[torch.Tensor], beside: bool) -> Iterator[None]:
-    """Run the body on a separate stream, ordered after all work queued so far; on the current one if not ``beside`` or not on CUDA.
+    """Run the body of the context on a separate stream, ordered after all work queued so far; on the current stream if not ``beside``, or
+    no CUDA.
 
     ``read``: the tensors that the body reads. Their memory is not reused before it has read them, even if its result is dropped with them.
     """

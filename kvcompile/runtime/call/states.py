@@ -60,7 +60,10 @@ class States:
         self.ropes: dict[KeyRope | None, RopeReader] = {rope: RopeReader(captured, rope) for rope in rotations}
 
     def find(self, form: CacheForm, call: Call, whole: Callable[[CacheForm, torch.Tensor], None]) -> CacheState:
-        """Return the state of a call's cache tensor; ``whole`` is called if all slots of a dense one are encoded."""
+        """Return the state of a call's cache tensor, found, created, or made by encoding a dense tensor.
+
+        ``whole``: called if all slots of a dense tensor are encoded, written or not.
+        """
         group = form.group
         if group.argument is None:
             return self._empty(form, value_of(group.root).device, call)
@@ -84,7 +87,9 @@ class States:
         return state
 
     def _check_stores(self, form: CacheForm, state: CacheState, call: Call) -> None:
-        """Raise SchemeChanged or CachesSwapped if a state's stores do not match this graph; set the angles of stores before RoPE."""
+        """Raise SchemeChanged or CachesSwapped if a state's stores do not match this graph; set the RoPE angles of stores of keys before
+        RoPE.
+        """
         where = form.group.where
         for item in form.group.bindings:
             store = state.stores.get(item.part)
@@ -95,7 +100,9 @@ class States:
 
     def _empty(self, form: CacheForm, device: torch.device, call: Call) -> CacheState:
         """Return an empty state for a new cache."""
-        return self._made(form, form.rows(call), device, call.args)
+        state = self._made(form, form.rows(call), device, call.args)
+        _count_places(form, state, call)
+        return state
 
     def _made(self, form: CacheForm, batch: int, device: torch.device, args: tuple[Any, ...], known: bool = True) -> CacheState:
         """Return a state without tokens for ``batch`` rows; ``known``: it is registered in ``live``."""
@@ -114,7 +121,12 @@ class States:
         return reader.read(args) if reader is not None else None
 
     def _adopted(self, form: CacheForm, tensor: torch.Tensor, call: Call, whole: Callable[[CacheForm, torch.Tensor], None]) -> CacheState:
-        """Encode a dense cache tensor that arrives from outside, then free it. Raises Unsupported unless it owns its memory, if it must."""
+        """Return a new state with the tokens of a dense cache tensor that arrives from outside; the tensor becomes the state's handle in
+        place.
+
+        Raises Unsupported if the graph writes the tensor in place and it does not own its memory. ``whole``: called if all slots are
+        encoded.
+        """
         prior = form.prior(tensor, call)
         owned = handles.can_take_over(tensor)
         if not owned and form.kind.in_place:
@@ -139,9 +151,17 @@ class States:
                 form.adopt(rest, others, prior, call, said, padded=False)
                 state.parked = [others]
             del own, rest
+        _count_places(form, state, call)
+        self.live.measure()
         if kept:
             self.calibration.missed(form.group, "arrived filled")
         if owned:
             forget(tensor)
             handles.take_over(tensor, state)
         return state
+
+
+def _count_places(form: CacheForm, state: CacheState, call: Call) -> None:
+    """Record in the state how many tokens the caller's tensor has room for, if the tensor has a fixed length."""
+    for group in state.groups if form.kind.fixed else ():
+        group.places = form.capacity(call)

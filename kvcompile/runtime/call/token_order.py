@@ -4,8 +4,9 @@ A window keeps its newest tokens exact and encodes a block once it is complete. 
 it, and a write in the middle of a buffer loses all later tokens. A store without a window accepts both. A call that skips positions, or
 attends to lost tokens (for example in a sliding window that is written by hand at ``position % slots``), is served by the dense cache.
 
-Rows may have their own positions, if one of them took back tokens that another kept. Each row is checked separately: its positions must
-continue that row one by one, or begin earlier, where the window goes back in that row (``BoundGraph``).
+Rows may be at different positions, for example if draft tokens were rejected in one row and accepted in another. Each row is checked
+separately: its positions must continue that row one by one, or begin earlier, and then the window of that row is rolled back
+(``BoundGraph``).
 """
 
 from __future__ import annotations
@@ -64,7 +65,10 @@ class TokenOrder:
         return None
 
     def _groups(self, form: CacheForm, state: CacheState, rows: int, call: Call) -> list[Counts] | OutOfOrder:
-        """Return the counts of each group of rows in a call, merged into one if each row's positions are known; or the refusal."""
+        """Return the token counts of each group of rows (stored, parked, never written) in a call, or the refusal of the call.
+
+        The groups are merged into one if the positions of each row are known.
+        """
         if (places := form.places(state, call)) is not None and (out_of_order := self._misplaced(form, state, places, rows, call)):
             return out_of_order
         own, *others = taking_part(state, rows)
@@ -80,10 +84,10 @@ class TokenOrder:
         """
         group, (first, consecutive) = form.group, places
         if not consecutive:
-            return OutOfOrder(group, "the tokens of a call are written at places that do not follow one another", False)
+            return OutOfOrder(group, "the tokens of a call are written at slots that are not consecutive", False)
         if state.adaptive and len(first) > 1 and bool((first != first[0]).any()):
             scheme = group.any_binding.plan.scheme.display_name()
-            return OutOfOrder(group, f"rows go on at places of their own, and {scheme} has one length for all rows", False)
+            return OutOfOrder(group, f"rows continue at different positions, and {scheme} has one length for all rows", False)
         for error in state.disorder(group.where) if state.windowed else ():
             row = int(str(error.facts["row"]))
             if row < rows and int(first[min(row, len(first) - 1)]):
@@ -96,7 +100,7 @@ class TokenOrder:
             return None
         row = int(ahead.nonzero()[0])
         found, held = int(first.expand_as(ends)[row]), int(ends[row])
-        why = f"tokens of row {row} are written at position {found} of a cache that holds {held}, and a window takes tokens in their order"
+        why = f"tokens of row {row} are written at position {found} of a cache that holds {held}, and a window needs tokens in order"
         if bool((ahead & (tops_of(state, rows) > ends)).any()):
             raise _forgotten(group, why)
         return OutOfOrder(group, why, False)
@@ -108,7 +112,7 @@ class TokenOrder:
         """
         group, length = form.group, held.length
         if start > length:
-            why = f"tokens are written at position {start} of a cache that holds {length}, and a window takes tokens in their order"
+            why = f"tokens are written at position {start} of a cache that holds {length}, and a window needs tokens in order"
             if held.top > length:
                 raise _forgotten(group, why)
             return OutOfOrder(group, why, False)
@@ -120,12 +124,15 @@ class TokenOrder:
             return None
         return OutOfOrder(
             group, f"attention sees {end} tokens after a write at positions {start} to {start + count - 1}, and a window "
-            + ("has nothing" if following else "forgets what lies") + " behind the tokens that were written last", True,
+            + ("has no tokens" if following else "drops all tokens") + " after the tokens that were written last", True,
         )
 
 
 def _shown_again(form: CacheForm, state: CacheState, first: torch.Tensor, call: Call) -> str:
-    """Return why a call's mask shows tokens that an earlier mask made padding; "" if it shows none that a dense cache would have."""
+    """Return why a call cannot be served whose mask shows tokens that an earlier call's mask hid as padding; "" if there are none.
+
+    Only padding that came in a dense cache is checked: a dense cache would still hold those tokens.
+    """
     begins = [store.left_padding for store in state.stores.values() if store.padding is not None]
     if not begins or begins[0] is None:
         return ""
@@ -145,6 +152,6 @@ def _shown_again(form: CacheForm, state: CacheState, first: torch.Tensor, call: 
 def _forgotten(group: Group, why: str) -> Unsupported:
     """Return the error for tokens that follow tokens lost from a window when a call went back."""
     return Unsupported(
-        expected="tokens in their order", found=f"{why}; those between are forgotten since a call went back behind them",
+        expected="tokens in their order", found=f"{why}; the tokens between them were dropped when a call went back",
         where=group.where, todo="write them again, or use a scheme without a window for this layer",
     )

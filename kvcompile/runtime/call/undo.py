@@ -4,7 +4,7 @@ The host updates lengths after compiled code has returned, and codes beyond the 
 to the same slots. Three things are overwritten while they are still read:
 
 * a window: new tokens take the slots of its oldest ones, which the step attends to, and its lengths advance
-* a window that goes back before the step: it is refilled, so all of it is kept
+* a cache that goes back before the step: its window is refilled, so all of it is kept, and so are the pages that the step writes again
 * a sliding window: new tokens take the slots of its oldest ones
 
 Each is at most as many tokens as the call brings, or one window. They are kept if the stores are on a CPU. On a GPU, copying each layer's
@@ -22,8 +22,10 @@ import torch
 from kvcompile.lowering.ops.operations import write_rows
 from kvcompile.lowering.ops.sliding import taken
 from kvcompile.runtime.store import host_reads
+from kvcompile.runtime.store.adaptive_store import AdaptiveStore
 from kvcompile.runtime.store.state import CacheState
 from kvcompile.runtime.store.store import Store
+from kvcompile.types import PAGE, Extent
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +38,8 @@ class Undo:
         self.slots: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self.rows: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self.again: list[tuple[CacheState, int]] = []
-        self.stores: list[tuple[Store, list[torch.Tensor]]] = []
+        self.stores: list[tuple[Store, list[torch.Tensor], Store | None]] = []
+        self.pages: list[tuple[Store, int, int, torch.Tensor]] = []
         self.last: list[Callable[[], None]] = []
 
     def __enter__(self) -> Undo:
@@ -47,15 +50,28 @@ class Undo:
             self.restore()
 
     def then(self, action: Callable[[], None]) -> None:
-        """Register an action to run after everything is restored."""
+        """Register an action to run after all other contents have been restored."""
         self.last.append(action)
 
-    def whole(self, state: CacheState) -> None:
-        """Keep the planes of a state before it is rolled back."""
+    def whole(self, state: CacheState, start: int, count: int) -> None:
+        """Keep a copy of everything in a state that its rollback and then a call of ``count`` tokens at ``start`` change: planes, pages,
+        padding.
+        """
         for store in state.stores.values():
-            self.stores.append((store, list(store.planes)))
+            self.stores.append((store, list(store.planes), store.padding))
             if store.window is not None:
                 self.planes += [(plane, plane.clone()) for plane in store.rolled_back]
+            if host_reads.free(state.device) and not isinstance(store, AdaptiveStore):
+                self._pages(store, start, count, wraps=state.slots is not None)
+
+    def _pages(self, store: Store, start: int, count: int, wraps: bool) -> None:
+        """Keep the pages of ``count`` tokens at ``start``, and of tokens that leave a window meanwhile, whose block may begin earlier."""
+        window = 0 if store.window is None else store.window.shape[2]
+        first = 0 if wraps else max(0, start - window - PAGE) // PAGE
+        for index, (plane, spec) in enumerate(store.described()):
+            if index < store.spec.layout.encoded and spec.extent is Extent.TOKENS:
+                end = len(plane) if wraps else -(-(start + count) // PAGE)
+                self.pages.append((store, index, first, plane[first:end].clone()))
 
     def keep(self, states: Sequence[CacheState], starts: Sequence[int], counts: Sequence[int]) -> None:
         """Keep the tokens that a call overwrites, from its start and number of tokens in each state."""
@@ -90,11 +106,16 @@ class Undo:
             # In reverse order: values kept before a rollback are older than those kept for the call.
             for plane, kept in reversed(self.planes):
                 plane.copy_(kept)
-        for store, planes in reversed(self.stores):
+        for store, planes, padding in reversed(self.stores):
             store.restore(planes)
+            store.padding = padding
+        with torch.inference_mode(False), torch.no_grad():
+            for store, index, first, kept in self.pages:
+                # A store that has grown since has other planes.
+                store.planes[index][first : first + len(kept)].copy_(kept)
         for state, start in self.again:
             state.rewind(start)
         for action in self.last:
             action()
         if any(state.windowed for state, _ in self.again):
-            log.warning("a step was interrupted: what the windows of its caches lost is put back from their codes")
+            log.warning("a step was interrupted: tokens that left the windows of its caches are restored from codes")

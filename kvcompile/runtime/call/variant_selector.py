@@ -40,7 +40,7 @@ class VariantSelector:
         if beyond or any(self.forms[index].sees(call) > counts[index] for index in self.written):
             if not self.created_only:
                 return Variant.PAST
-            raise self._not_served("attention over the first tokens of a new cache", "attention over what was not written yet")
+            raise self._not_served("attention over the first tokens of a new cache", "attention over slots that were not written yet")
         if not self.positions:
             return Variant.FRESH if not any(starts[index] for index in self.written) else Variant.PAST
         ordered = call.positions().ordered(call.read)

@@ -19,6 +19,7 @@ from kvcompile.runtime.store.parked_rows import ends_of
 from kvcompile.runtime.store.state import CacheState
 from kvcompile.runtime.store.token_slots import readdressed
 from kvcompile.runtime.store.written_once import Earlier
+from kvcompile.types import pages_for
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,9 @@ class CacheForm(abc.ABC):
         return math.prod(call.read(shape[dim]) for dim in self.axes.token_dims)
 
     def reach(self, call: Call) -> int:
-        """Return the number of tokens that attention reads, whatever was written."""
+        """Return the number of tokens that attention reads even if fewer were written, such as a buffer's length; 0 if positions limit
+        them.
+        """
         return max(call.read(size) for size in self.group.reach)
 
     def sees(self, call: Call) -> int:
@@ -106,10 +109,10 @@ class CacheForm(abc.ABC):
     def adopt(
         self, tensor: torch.Tensor, state: CacheState, prior: int, call: Call, whole: Callable[[], None], padded: bool = True,
     ) -> int:
-        """Encode a dense cache tensor into a new state; return the number of encoded tokens.
+        """Encode a dense cache tensor into a new state; return the number of encoded tokens, by which callers warn of missed calibration.
 
-        ``prior``: the tokens before the call. ``whole``: called if all slots are encoded. ``padded``: the tensor's rows are those of the
-        call, so its masks define their padding. Raises Unsupported if a window would have to hold more than the ``prior`` tokens.
+        ``prior``: the number of tokens before the call. ``whole``: called if all slots are encoded. ``padded``: the tensor's rows are those
+        of the call, so its masks define their padding. Raises Unsupported if a window would have to hold more than the ``prior`` tokens.
         """
         places = tensor.shape[self.token_dim]
         capacity = places if self.kind.filled else None
@@ -117,15 +120,15 @@ class CacheForm(abc.ABC):
         if self.holds_more(tensor, kept):
             if self.windowed:
                 raise Unsupported(
-                    expected="a cache of zeros behind its tokens, as a window takes tokens in their order",
-                    found=f"values behind its first {kept} tokens", where=self.group.where,
+                    expected="a cache that is zero after its tokens, as a window needs tokens in order",
+                    found=f"nonzero values after its first {kept} tokens", where=self.group.where,
                     todo="make the cache of zeros, or use a scheme without a window for this layer",
                 )
             whole()
             kept = places
         for item in self.group.bindings if kept else ():
             store = state.stores[item.part]
-            store.reserve(state.growth.pages(kept, capacity), kept)
+            store.reserve(pages_for(kept) if self.growing.still else state.growth.pages(kept, capacity), kept)
             dense = tokens_of(tensor, item.plan.slot.axes, item.plan.spec.heads, item.plan.spec.head_dim)
             padding = call.positions().left_padding(self.group.site) if padded and item.plan.knows_padding else None
             Earlier(tensor, item.part, store).encode(store, dense[:, :, :kept], padding)
@@ -146,7 +149,7 @@ class CacheForm(abc.ABC):
         if held.paged == self.axes.paged and (not held.paged or held.labels == self.axes.labels):
             return
         raise NotServed(
-            expected="a cache that every compiled call reads in one way, as it lies or through a gather", found="both",
+            expected="a cache that every compiled call reads in one way, contiguously or through a gather", found="both",
             where=self.group.where, todo="read it through the gather in every call, or give this call a cache of its own",
         )
 
@@ -156,9 +159,10 @@ class CacheForm(abc.ABC):
         return False
 
     def fit(self, state: CacheState, length: int, shown: int) -> tuple[CacheState, int]:
-        """Return (state, length) with tokens in this form's slots.
+        """Return (state, length) of a cache whose tensor shows the last ``shown`` of ``length`` tokens, with each token in this form's
+        slot.
 
-        The tensor shows the last ``shown`` of ``length`` tokens; see ``readdressed``.
+        If the number of slots has changed, it is a new state with the tokens moved (``readdressed``).
         """
         return readdressed(state, self.slots, length, shown)
 
@@ -171,12 +175,15 @@ class CacheForm(abc.ABC):
         del state, start, call
 
     def span(self, state: CacheState, start: int, call: Call) -> int:
-        """Return the number of positions from ``start`` to the last written one: new tokens, plus gaps if the host reads positions."""
+        """Return the number of positions from ``start`` to the last written one.
+
+        These are the new tokens, and the positions that they skip if the host reads positions.
+        """
         del state, start
         return self.count(call)
 
     def looks(self, state: CacheState, call: Call) -> bool:
-        """Return whether the host reads a call's positions, which may wait for the device."""
+        """Return whether the host reads the positions of a call, which may wait for the device."""
         del state, call
         return False
 
@@ -218,13 +225,13 @@ class CacheForm(abc.ABC):
         """Record ``count`` new tokens from position ``start`` on in the state."""
 
     def stamp(self, state: CacheState, call: Call) -> None:
-        """Update the written tensor's handle to the whole state."""
+        """Set the length and epoch of the written tensor's handle to those of the state."""
         if self.group.argument is not None:
             tensor = call.args[self.group.argument]
             tensor._length, tensor._epoch = state.longest, state.epoch
 
     def shown(self, state: CacheState, call: Call) -> int:
-        """Return the number of tokens in the longer tensor that a call returns."""
+        """Return the number of tokens in the tensor that a call returns for a growing cache, the new tokens included."""
         del call
         return state.length
 
@@ -241,7 +248,7 @@ class CacheForm(abc.ABC):
     # --- decode fast path ----------------------------------------------------------------------------
 
     def takes_fast_path(self, counted: bool) -> bool:
-        """Return whether steps after a checked one differ from it in lengths only.
+        """Return whether all steps after a fully checked one differ from it only in the lengths of caches.
 
         ``counted``: positions depend on the graph's own counters alone.
         """

@@ -25,7 +25,7 @@ class Linear(CacheForm):
         self.mask_extent, self.ordered = mask_extent, self.kind.filled
 
     def reach(self, call: Call) -> int:
-        """Return the number of tokens that attention reads, whatever was written; includes masks' extents if known without a wait."""
+        """Return the number of tokens that attention reads even if fewer were written; includes masks' extents if known without a wait."""
         most = super().reach(call)
         known = self.group.root in call.ends or host_reads.free(value_of(self.group.root).device)
         return max(most, self.sees(call)) if known else most
@@ -52,9 +52,9 @@ class Linear(CacheForm):
             return ""
         first, consecutive = call.positions().rows(self.write.position.index)
         if not consecutive:
-            return "the tokens of a call are written at places that do not follow one another, and a window takes them in their order"
+            return "the tokens of a call are written at slots that are not consecutive, and a window needs them in order"
         apart = bool((first != first[0]).any())
-        return "its rows go on at places of their own, and a window is made of rows of one length" if apart else ""
+        return "its rows continue at different positions, and a window needs rows of one length" if apart else ""
 
     def encoded(self, prior: int, call: Call) -> int:
         """Return the number of tokens to encode: those before the call, and later ones that attention reads (none with a window)."""
@@ -97,7 +97,7 @@ class Linear(CacheForm):
         return not length or length + self.count(call) > self.capacity(call)
 
     def _seen(self) -> bool:
-        """Return whether the host reads every call's write positions without a wait."""
+        """Return whether the host reads the write positions of every call, without a wait."""
         index = self.write.position.index
         return index is None or host_reads.free(value_of(index).device)
 

@@ -21,7 +21,10 @@ from kvcompile.runtime.forms.slot_groups import Group
 
 
 class MaskExtent:
-    """Evaluates masks and limits of a planned graph on the arguments of a call. May wait for the device."""
+    """Evaluates where the tokens end that the attentions of a planned graph may see, from the arguments of a call.
+
+    The end is the last visible position plus one, from masks and limits on positions. May wait for the device.
+    """
 
     def __init__(self, captured: Captured, planned: Plan, effects: Effects) -> None:
         self.captured, self.effects = captured, effects

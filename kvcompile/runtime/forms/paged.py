@@ -34,7 +34,13 @@ class Paged(CacheForm):
     def adopt(
         self, tensor: torch.Tensor, state: CacheState, prior: int, call: Call, whole: Callable[[], None], padded: bool = True,
     ) -> int:
-        """Encode all slots, a few blocks at a time, without a second dense copy; always return 0."""
+        """Encode all slots of the dense pool ``tensor`` into the stores of ``state``, a few blocks at a time; always return 0.
+
+        No second dense copy is made, and the state's length becomes the capacity. ``CacheForm.adopt`` returns the number of encoded tokens,
+        by which the caller warns of a cache that was filled without calibration. A pool needs no warning: schemes with planes computed from
+        queries are refused for it when the graph is planned (``plan._check_table``). ``prior``, ``call``, ``whole`` and ``padded`` are
+        unused.
+        """
         for item in self.group.bindings:
             axes, spec, store = item.plan.slot.axes, item.plan.spec, state.stores[item.part]
             capacity, outer = axes.room(tensor.shape), axes.token_dim

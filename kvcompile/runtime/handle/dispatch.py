@@ -62,7 +62,7 @@ def answer(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: d
 
 
 def _stands(value: Any) -> bool:
-    """Return whether a value represents dense memory: a compressed cache, a part of one, or a decoded view."""
+    """Return whether a value stands for a dense tensor: a compressed cache, a part of one, or a decoded view."""
     return is_handle(value) or is_view(value)
 
 
@@ -79,12 +79,14 @@ def _assigned(func: Callable[..., Any], name: str, args: tuple[Any, ...]) -> Non
 
 
 def _given_away(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Turn a cache dense and return the result of an operation that exposes its memory; while torch traces, the cache stays compressed."""
+    """Return the result of an operation that exposes a cache's memory, after turning the cache dense; while torch traces, it stays
+    compressed.
+    """
     # Torch before 2.12 asks traced tensors for their storage to describe them, without reading values.
     if TracingContext.try_get() is not None:
         with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
-    to_dense(args[0], f"{name} asks for its memory, at {user_line()}")
+    to_dense(args[0], f"{name} accesses its memory, at {user_line()}")
     return func(*args, **kwargs)
 
 
@@ -156,7 +158,11 @@ class _Operands:
         return next((item for item in self.taken if strided and shares_memory(item.plain, result)), None)
 
     def given(self, result: Any) -> Any:
-        """Return a result for the caller: a copy as the cache, memory in a copy as a view of the cache, all else unchanged."""
+        """Return an operation's result for the caller.
+
+        A decoded copy becomes the cache that it was made from, a tensor in a copy's memory becomes a view of that cache, and any other
+        result is returned unchanged.
+        """
         if not isinstance(result, torch.Tensor):
             return result
         for item in self.taken:

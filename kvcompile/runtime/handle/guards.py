@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Expected:
-    """A cache tensor as it was traced: shape, dtype and device (``face``), and the strides and dispatch keys of the dense tensor."""
+    """The properties with which a cache tensor was traced: shape, dtype and device (``face``), and strides and dispatch keys when dense."""
 
     face: tuple[Any, ...]
     stride: tuple[int, ...]
@@ -84,7 +84,7 @@ def accept_handles(captured: Captured, examples: Collection[Any], arguments: Col
 
 
 def _covered(builder: Any, guard: Any) -> None:
-    """Build no guard on the class of a cache tensor: the guard built by ``_either`` checks it."""
+    """Build no guard in place of a guard on the class of a cache tensor, since the guard that ``_either`` builds checks the class."""
 
 
 def _either(builder: Any, guard: Any, expected: Expected) -> None:

@@ -22,7 +22,10 @@ from kvcompile.runtime.store.state import CacheState
 def _derived(
     handle: CompressedCache, state: CacheState, shape: tuple[int, ...], length: int, index: Any = None
 ) -> CompressedCache:
-    """Return a handle derived from another one; ``index``: set if the dense tensor's ``[index]`` would share its memory."""
+    """Return a new handle of ``state`` that is derived from ``handle``, by indexing or copying.
+
+    ``index``: the index, if the dense tensor's result would be a view; the new handle is then registered as that part of the cache.
+    """
     made = make(state, shape, handle.dtype, handle.device, length, state is not handle._kv)
     if state is handle._kv:
         handle._alone = False
@@ -50,7 +53,7 @@ def _rows(handle: CompressedCache, rows: torch.Tensor, index: Any = None) -> Any
 def _index_select(handle: CompressedCache, dim: int, index: torch.Tensor) -> Any:
     if dim % handle.dim() != _batch_dim(handle):
         return NotImplemented
-    return _rows(handle, index)
+    return _rows(handle, index.reshape(-1))
 
 
 def _repeat_interleave(handle: CompressedCache, repeats: Any, dim: int | None = None, **rest: Any) -> Any:
@@ -76,7 +79,11 @@ def _getitem(handle: CompressedCache, index: Any) -> Any:
     dim, item = used[0]
     if dim == _batch_dim(handle):
         if isinstance(item, torch.Tensor) and item.dim() == 1:
-            rows = item.nonzero().flatten() if item.dtype == torch.bool else item
+            size = handle.shape[dim]
+            if item.dtype is torch.uint8 or (item.dtype is torch.bool and len(item) != size):
+                # A mask of old, or one that does not fit: as torch has it.
+                return NotImplemented
+            rows = item.nonzero().flatten() if item.dtype is torch.bool else torch.where(item < 0, item + size, item)
             return _rows(handle, rows)
         if isinstance(item, slice):
             return _rows(handle, torch.arange(handle.shape[dim], device=handle.device)[item], index)
@@ -165,7 +172,7 @@ def _repr(handle: CompressedCache, **kwargs: Any) -> str:
 
 
 def concatenated(parts: Sequence[Any], dim: int = 0, **rest: Any) -> Any:
-    """Return a handle with new tokens encoded behind a cache, for ``cat``; NotImplemented if they cannot be.
+    """Return a handle with new tokens encoded after those of a cache, for ``cat``; NotImplemented if they cannot be.
 
     Codes that other handles continue from are copied first.
     """

@@ -100,19 +100,24 @@ class CompressedCache(torch.Tensor):
     # torch.Tensor's versions are Python code: Dynamo would ask ``__torch_function__`` for the bound method, and break the graph.
 
     def split(self, split_size: Any, dim: int = 0) -> Any:
-        """Return ``torch.Tensor.split`` of the cache; while Dynamo traces, of the dense tensor that it represents."""
+        """Return ``torch.Tensor.split`` of the cache; while Dynamo traces, ``split`` of the dense tensor that the cache represents."""
         if torch.compiler.is_dynamo_compiling():
             return torch.ops.kvcompile.expose(self).split(split_size, dim)
         return _split(self, split_size, dim)
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
-        """Turn the cache dense unless Dynamo traces, then do ``torch.Tensor.set_``, which bypasses ``__torch_function__``."""
+        """Turn the cache dense, then call ``torch.Tensor.set_``, which bypasses ``__torch_function__``; while Dynamo traces, it stays
+        compressed.
+        """
         if not torch.compiler.is_dynamo_compiling():
             to_dense(self, f"set_ gives it other memory, at {user_line()}")
         return torch.Tensor.set_(self, *args, **kwargs)
 
     def as_subclass(self, cls: Any) -> Any:
-        """Return ``torch.Tensor.as_subclass``, which bypasses ``__torch_function__``; classes but ``torch.Tensor`` turn the cache dense."""
+        """Return the tensor as an instance of ``cls``, as ``torch.Tensor.as_subclass``, which bypasses ``__torch_function__``.
+
+        For ``torch.Tensor`` it is an alias that stays compressed; any other class turns the cache dense.
+        """
         if torch.compiler.is_dynamo_compiling():
             return torch.ops.kvcompile.expose(self).as_subclass(cls)
         if cls is torch.Tensor:
@@ -120,7 +125,9 @@ class CompressedCache(torch.Tensor):
         return torch.Tensor.as_subclass(to_dense(self, f"{cls} shows its memory, at {user_line()}"), cls)
 
     def unflatten(self, dim: Any, sizes: Any) -> Any:
-        """Return ``torch.Tensor.unflatten`` of the cache; while Dynamo traces, of the dense tensor that it represents."""
+        """Return ``torch.Tensor.unflatten`` of the cache; while Dynamo traces, ``unflatten`` of the dense tensor that
+        the cache represents.
+        """
         if torch.compiler.is_dynamo_compiling():
             return torch.ops.kvcompile.expose(self).unflatten(dim, sizes)
         return _unflatten(self, dim, sizes)
@@ -214,7 +221,7 @@ def home(value: Any) -> tuple[Any, ViewGeometry | None]:
 
 
 def retake(part: CompressedCache, made: Any) -> bool:
-    """Give a part of a cache the codes of ``made``, the same part indexed again; return False if ``made`` is no handle."""
+    """Replace a part's state by that of ``made``, the cache indexed again in the same way; return False if ``made`` is no handle."""
     if not is_handle(made):
         return False
     part._kv, part._length, part._epoch, part._alone = made._kv, made._length, made._epoch, made._alone
@@ -266,7 +273,9 @@ def refresh(value: Any) -> None:
 
 
 def refresh_argument(value: Any) -> None:
-    """Update a part of a cache that is an argument of a compiled graph; a view without codes turns its cache dense."""
+    """Prepare a part or view of a cache as an argument of a compiled graph: a part gets current codes, a decoded view turns its cache
+    dense.
+    """
     if is_handle(value) and value._origin is not None:
         refresh(value)
     if is_view(value):

@@ -30,26 +30,26 @@ class Handle(Protocol):
 
     @property
     def shape(self) -> torch.Size:
-        """The dense tensor's shape."""
+        """The shape of the dense tensor that the handle represents."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dense tensor's dtype."""
+        """The dtype of the dense tensor that the handle represents, not that of its codes."""
 
     @property
     def device(self) -> torch.device:
-        """The dense tensor's device."""
+        """The device of the dense tensor that the handle represents, which holds the stores too."""
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """Return a part of the cache."""
+        """Return the indexed part: a handle with codes for whole rows or a range of tokens, else a view with decoded values."""
 
     def remember(self, view: torch.Tensor) -> None:
-        """Register a part or view of the cache."""
+        """Register a part or view of the cache, which becomes a view of the dense tensor if the cache turns dense."""
 
 
 @dataclass
 class Above:
-    """Functions of higher modules that the tensor classes call; ``handle/__init__`` sets them."""
+    """Functions of modules above this one, which ``handle/__init__`` sets so that the tensor classes can call them."""
 
     answer: Callable[[Callable[..., Any], str, tuple[Any, ...], dict[str, Any]], Any]
     """``dispatch.answer``: the result of an operation by name, on arguments with a compressed cache or a view of one."""
@@ -175,13 +175,16 @@ class DecodedView(torch.Tensor):
         return ABOVE.answer(func, name, args, dict(kwargs))
 
     def as_subclass(self, cls: Any) -> Any:
-        """Return ``torch.Tensor.as_subclass``, which bypasses ``__torch_function__``; classes but ``torch.Tensor`` turn the cache dense."""
+        """Return the view as an instance of ``cls``, as ``torch.Tensor.as_subclass``, which bypasses ``__torch_function__``.
+
+        A class other than ``torch.Tensor`` turns the cache dense.
+        """
         if cls is torch.Tensor:
             return torch.ops.aten.alias(self)
         return torch.Tensor.as_subclass(ABOVE.to_dense(self, f"{cls} shows its memory"), cls)
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
-        """Become a plain tensor, then do ``torch.Tensor.set_``, which bypasses ``__torch_function__``."""
+        """Become a plain tensor, then call ``torch.Tensor.set_``, which bypasses ``__torch_function__``."""
         self.__class__ = torch.Tensor  # type: ignore[assignment]
         return torch.Tensor.set_(self, *args, **kwargs)
 
@@ -219,6 +222,6 @@ def _join(view: Any, origin: Origin) -> None:
 
 
 def show(view: torch.Tensor, real: torch.Tensor) -> None:
-    """Give a tensor the memory of another."""
+    """Make ``view`` show the memory of ``real``: set its storage, offset, shape and strides in place."""
     with DisableTorchFunctionSubclass(), torch.no_grad(), torch.inference_mode(view.is_inference()):
         torch.Tensor.set_(view, real.untyped_storage(), real.storage_offset(), real.shape, real.stride())

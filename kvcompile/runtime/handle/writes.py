@@ -66,17 +66,17 @@ def encode(handle: Handle, write: Callable[[torch.Tensor], Any], shown: int) -> 
     """
     state = handle._kv
     if handle.dtype not in UNTOUCHED:
-        raise Rejected(f"{handle.dtype} has no mark for a place that was not written")
+        raise Rejected(f"{handle.dtype} has no value that marks an unwritten slot")
     if any(axes.paged for axes in state.axes.values()):
-        raise Rejected("any place of a pool may hold any token")
+        raise Rejected("any slot of a paged cache may hold any token")
     if not state.in_order or handle._length > shown:
-        raise Rejected("tokens have gone around in it")
+        raise Rejected("its sliding window has wrapped around")
     with DisableTorchFunctionSubclass(), torch.no_grad():
         found = {part: _changed(state, part, tokens) for part, tokens in _written(state, handle, write).items()}
         found = {part: tokens for part, tokens in found.items() if tokens.at.numel()}
         length = max([state.length, *[int(tokens.at.max()) + 1 for tokens in found.values()]])
         if state.slots is not None and length > state.slots:
-            raise Rejected("its tokens would go around")
+            raise Rejected("its sliding window would wrap around")
         for part, tokens in found.items():
             reason = unwritable(state.stores[part], tokens.at, tokens.rows, state.length)
             if reason:

@@ -1,7 +1,7 @@
 """Adaptive store: the store of an adaptive scheme, whose planes are replaced as tokens change their widths.
 
-The scheme alone knows the layout of tokens in the planes: it computes room, values, cuts and row selections. The host keeps the position
-of the first token in the growing planes, so that no decode step reads it from the device, and counts of what reallocations changed.
+The scheme alone knows where tokens are in the planes, so it computes sizes, decoded values, rollbacks and row selections. The host keeps
+the position of the first token in the growing planes, so that no decode step reads it from the device, and counts of re-encoded tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ PAGES_BEHIND = 16
 
 @dataclass(frozen=True)
 class Pending:
-    """A drift check or a decision for several layers that was started, and the index of one layer among them."""
+    """One layer's share of a drift check or decision that was started for several layers: the result asked for, and the layer's index in
+    it.
+    """
 
     asked: Any
     number: int
@@ -54,7 +56,7 @@ class AdaptiveStore(Store):
 
     @property
     def scheme(self) -> Adaptive:
-        """The scheme."""
+        """The adaptive scheme of the store, which decides the widths of its tokens."""
         scheme = self.spec.scheme
         assert isinstance(scheme, Adaptive)
         return scheme
@@ -79,7 +81,7 @@ class AdaptiveStore(Store):
         return sum(plane.untyped_storage().nbytes() for plane, spec in self.described() if spec.originals)
 
     def keep(self, tokens: int) -> None:
-        """Grow the planes with full-precision copies of ``tokens`` encoded tokens, if the scheme keeps any and they are too small."""
+        """Grow the planes that hold full-precision copies to at least ``tokens`` encoded tokens, if the scheme keeps such copies."""
         for index, (plane, spec) in enumerate(self.described()):
             pages, held = pages_for(tokens), plane.shape[0]
             if not spec.originals or spec.extent is not Extent.STORE or pages <= held:
@@ -131,7 +133,9 @@ class AdaptiveStore(Store):
         return self.scheme.quiet(self._first, tokens)
 
     def exchange(self, planes: tuple[torch.Tensor, ...], tokens: int, churn: Churn | None = None) -> None:
-        """Replace the planes by those of a reallocation of ``tokens`` tokens, and add its counts."""
+        """Replace the planes by ``planes``, the result of a reallocation of ``tokens`` tokens; add ``churn`` to the store's counts of
+        re-encoded tokens.
+        """
         self._take(list(planes), tokens)
         self.churn = self.churn + (churn or Churn())
 

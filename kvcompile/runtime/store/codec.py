@@ -31,7 +31,7 @@ def encode(store: Store, x_BKTD: torch.Tensor, left_padding: torch.Tensor | None
 
 
 def keep_padding(store: Store, x_BKTD: torch.Tensor) -> None:
-    """Keep dense tokens before each row's origin, which the window skips, in ``store.padding``. Waits for the device."""
+    """Store dense tokens before each row's origin, which a window does not hold, in ``store.padding``. Waits for the device."""
     count = 0 if store.left_padding is None else min(int(store.left_padding.max()), x_BKTD.shape[2])
     if not count or not bool(x_BKTD[:, :, :count].any()):
         return
@@ -43,7 +43,9 @@ def keep_padding(store: Store, x_BKTD: torch.Tensor) -> None:
 
 
 def _put(store: Store, x_BKnD: torch.Tensor, left_padding: torch.Tensor | None, first: int) -> None:
-    """Append tokens [B, K, n, D], in the store's form (before RoPE, rotated), at positions from ``first`` on."""
+    """Append tokens [B, K, n, D] at positions from ``first`` on; keys must have RoPE undone and channels rotated as
+    the store keeps them.
+    """
     scheme, planes, pos = store.spec.scheme, store.planes[: store.spec.layout.written], _places(store, x_BKnD, first)
     if store.window is None:
         origin = left_padding if scheme.keeps_padding_out else None
@@ -62,7 +64,7 @@ def _places(store: Store, x_BKnD: torch.Tensor, first: int) -> torch.Tensor:
 
 
 def decode(store: Store, tokens: int) -> torch.Tensor:
-    """Decode the first ``tokens`` tokens to [B, K, T, D] in the model's dtype; with a window, zero behind the newest token."""
+    """Decode the first ``tokens`` tokens to [B, K, T, D] in the model's dtype; with a window, zero after the newest token."""
     values = store.unrotated(_held(store, tokens))
     values = _rotated(store, values) if store.spec.scheme.pre_rope else values
     if store.padding is None or store.left_padding is None:
@@ -76,7 +78,9 @@ def decode(store: Store, tokens: int) -> torch.Tensor:
 
 
 def _held(store: Store, tokens: int) -> torch.Tensor:
-    """Decode the first ``tokens`` tokens in the store's form [B, K, T, D], with exact tokens in place of decoded ones."""
+    """Decode the first ``tokens`` tokens to [B, K, T, D] as stored (RoPE undone, channels rotated), exact tokens in
+    place of decoded ones.
+    """
     pages = min(pages_for(tokens), store.pages)
     values = store.values(0, pages)[:, :, :tokens].to(store.spec.slot.dtype)
     values = values if store.window is None else overlaid(store, values)
@@ -103,22 +107,22 @@ def unwritable(store: Store, at: torch.Tensor, rows_BKn: torch.Tensor, length: i
     """
     scheme = store.spec.scheme
     if scheme.pre_rope and store.rope is None:
-        return "no compiled call has said by which angles its keys are turned"
+        return "the rotary angles of its keys are not known, as no compiled call has used it"
     if not length and (store.window is not None or store.exact_first or scheme.keeps_padding_out):
         return "its scheme must know the padding of the first tokens"
     if (store.window is None and not scheme.in_order) or not len(at):
         return ""
     if store.window is None:
         whole = at.equal(torch.arange(length, length + len(at), device=at.device)) and bool(rows_BKn.all())
-        return "" if whole else f"{scheme.name} takes tokens in their order, all heads of all rows, and none in place of another"
+        return "" if whole else f"{scheme.name} needs tokens in order, all heads of all rows at once, and overwrites none"
     first, last, size = int(at[0]), int(at[-1]), store.window.shape[2]
     if store.padding is not None and first < int(store.left_padding.max()):  # type: ignore[union-attr]
         return "it writes over tokens that the call which compressed the cache took for padding"
     if not store.keeps_originals and (length - first > size or bool(lost(store, first).any())):
-        return f"it writes over tokens that are only codes by now: {scheme.spec()} keeps {size} of {length} tokens"
+        return f"it overwrites tokens that are stored as codes only: {scheme.spec()} keeps {size} of {length} tokens"
     behind = at >= length
     if int(behind.sum()) != max(last + 1 - length, 0) or not rows_BKn[:, :, behind].all():
-        return f"{scheme.spec()} takes tokens in their order, all heads of all rows"
+        return f"{scheme.spec()} needs tokens in order, all heads of all rows at once"
     return ""
 
 
@@ -148,7 +152,9 @@ def write_tokens(store: Store, x_BKnD: torch.Tensor, rows_BKn: torch.Tensor, at:
 
 
 def _as_stored(store: Store, x_BKnD: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    """Return tokens at the caller's positions ``at`` [n] in the store's form (before RoPE, rotated)."""
+    """Return tokens at the caller's positions ``at`` [n] as the store keeps them: RoPE undone and channels rotated, if
+    the scheme does so.
+    """
     if store.rope is not None:
         padding, place = store.left_padding, at.unsqueeze(0)
         x_BKnD = store.rope.unrotated(x_BKnD, place if padding is None else place - padding[:, None])

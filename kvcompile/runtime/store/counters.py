@@ -24,7 +24,7 @@ MOST_LISTED = 64
 
 
 class CounterSnapshot:
-    """The counters of a call as it left them; shared by all states that the call wrote."""
+    """The state of a call's position counters after the call; one snapshot is shared by all states that the call wrote."""
 
     __slots__ = ("seen",)
 
@@ -33,7 +33,7 @@ class CounterSnapshot:
         self.seen: dict[int, tuple[torch.Tensor, Any]] = {id(counter): (counter, _mark(counter)) for counter in counters}
 
     def holds(self, counters: Sequence[torch.Tensor]) -> bool:
-        """Return whether the counters of a later call are unchanged since."""
+        """Return whether a later call's position counters are the same and unchanged since this snapshot."""
         for counter in counters:
             known = self.seen.get(id(counter))
             if known is None or not _same(counter, known[1]):

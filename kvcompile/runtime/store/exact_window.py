@@ -19,9 +19,9 @@ from kvcompile.types import LEAST_HELD, PAGE, pages_for
 
 
 def disorder(store: Store, where: str, row: int = 0) -> Iterator[TokensOutOfOrder]:
-    """Yield an error for each row with tokens out of order, read from the store's clock; ``row``: the cache's row of the store's first.
+    """Yield an error for each row with tokens out of order, read from the store's clock. Waits for the device.
 
-    Waits for the device.
+    ``row``: the index in the cache of the store's first row.
     """
     if store.window is None:
         return
@@ -43,7 +43,7 @@ def disorder(store: Store, where: str, row: int = 0) -> Iterator[TokensOutOfOrde
 
 
 def overlaid(store: Store, values: torch.Tensor) -> torch.Tensor:
-    """Return decoded tokens with those in the window replaced by exact ones, at the caller's positions; padding is zero.
+    """Return ``values``, decoded tokens, with the tokens in the window replaced by exact ones, at the caller's positions; padding is zero.
 
     Waits for the device. Raises TokensOutOfOrder if a row's contents are undefined.
     """
@@ -97,7 +97,7 @@ def rewind(store: Store, wanted: int | torch.Tensor) -> None:
     first, pages = max(0, int(older.min())) // PAGE, pages_for(int(now.max()))
     if pages > first:
         values = store.values(first, pages)
-        at = (older - first * PAGE).clamp(0, values.shape[2] - 1)[:, None, :, None].expand(-1, values.shape[1], -1, values.shape[3])
+        at = (older - first * PAGE).clamp(min=0)[:, None, :, None].expand(-1, values.shape[1], -1, values.shape[3])
         refill = ((newest >= now[:, None]) & (older >= 0))[:, None, :, None]
         window.copy_(torch.where(refill, values.gather(2, at).to(window.dtype), window))
     if (refilled := store.plane(REFILLED)) is not None:

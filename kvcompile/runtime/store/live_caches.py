@@ -31,6 +31,8 @@ class LiveCaches:
         self.add_up = add_up
         self.states: weakref.WeakSet[CacheState] = weakref.WeakSet()
         self.dead: collections.deque[TelemetryPlane] = collections.deque()
+        self.peak = 0
+        """Most bytes that the stores of live caches held at once, as far as ``measure`` saw."""
 
     def __iter__(self) -> Iterator[CacheState]:
         return iter(list(self.states))
@@ -49,6 +51,10 @@ class LiveCaches:
             weakref.finalize(state, self.dead.extend, state.telemetry_planes).atexit = False
         if len(self.dead) > MOST_KEPT:
             self._add_up()
+
+    def measure(self) -> None:
+        """Update ``peak`` with the bytes that live caches hold now. Called where a store has grown, which no step of the fast path does."""
+        self.peak = max(self.peak, sum(state.nbytes for state in self))
 
     def telemetry_planes(self) -> list[TelemetryPlane]:
         """Return the telemetry of all caches: sums of dead ones, then live ones."""

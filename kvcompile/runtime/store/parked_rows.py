@@ -23,7 +23,7 @@ from kvcompile.types import Extent
 
 
 class Counts(NamedTuple):
-    """A state's counts for some rows: the number of rows, and its ``length``, ``behind``, ``top`` and ``held``."""
+    """The number of rows in a group of a state's rows, and the ``length``, ``behind``, ``top`` and ``held`` of a state with these rows."""
 
     rows: int
     length: int
@@ -54,7 +54,7 @@ def taking_part(state: CacheState, rows: int) -> Iterator[Counts]:
 
 
 def in_all(groups: Sequence[Counts]) -> Counts:
-    """Return the total rows of several groups, and the maxima of their other counts."""
+    """Return one ``Counts`` for several groups of rows: the sum of ``rows``, and of each other field the maximum."""
     rows, *numbers = zip(*groups, strict=True)
     return Counts(sum(rows), *[max(each) for each in numbers])
 
@@ -72,7 +72,10 @@ def tops_of(state: CacheState, rows: int) -> torch.Tensor:
 
 
 def _of_rows(state: CacheState, rows: int, ask: Callable[[CacheState], torch.Tensor | int]) -> torch.Tensor:
-    """Return ``ask`` of each of the first ``rows`` rows' groups, as int64 [rows]; 0 for never-written rows."""
+    """Return the result of ``ask`` for each of the first ``rows`` rows, int64 [rows]: ``ask`` is called on the state that holds the row.
+
+    0 for never-written rows.
+    """
     found = [torch.as_tensor(ask(part), device=state.device).expand(part.rows) for part in state.groups]
     found.append(torch.zeros(rows, dtype=torch.int64, device=state.device))
     return torch.cat(found)[:rows]
@@ -90,7 +93,7 @@ def apart(state: CacheState, rows: int) -> str:
         for index in shared:
             one, *others = [item.stores[part].planes[index] for item in written] or [store.planes[index]]
             if not all(torch.equal(one, other) for other in others):
-                return "the rows that a call joins were encoded by what queries of different calls gave"
+                return "the rows that a call joins were calibrated by queries of different calls"
     return ""
 
 
@@ -109,7 +112,9 @@ def take_rows(state: CacheState, rows: int) -> Callable[[], None] | None:
 
 
 def in_one(state: CacheState, shape: Sequence[int]) -> bool:
-    """Join all rows of a cache tensor of ``shape`` into a state's stores; return False, unchanged, if they cannot be joined."""
+    """Join all rows of a cache tensor of ``shape`` into a state's stores; return False, and leave the state as it is, if they cannot be
+    joined.
+    """
     dim = next(iter(state.axes.values())).batch_dim
     if dim is None or state.rows == shape[dim]:
         return True
@@ -139,7 +144,7 @@ def rows_of(state: CacheState, part: Part, first: int, count: int) -> Store | No
 
 
 def _park(state: CacheState, rows: int) -> None:
-    """Move the rows behind the first ``rows`` to a parked state."""
+    """Move all rows of a state but the first ``rows`` to a parked state."""
     others, device = range(rows, state.rows), state.device
     rest = state.mapped(lambda store: _some(store, torch.arange(others.start, others.stop, device=device)))
     if state.tops is not None and len(state.tops) > 1:
@@ -152,7 +157,10 @@ def _park(state: CacheState, rows: int) -> None:
 
 
 def _join(state: CacheState, rows: int) -> list[Counts]:
-    """Join parked rows, then never-written ones, to the stores up to ``rows`` rows; return the counts of each group before."""
+    """Join parked rows, then never-written ones, to the stores until the state has ``rows`` rows, in place.
+
+    Returns the token counts that each group of rows (stored, parked, never written) had before it was joined.
+    """
     if any(part.tops is not None for part in state.groups):
         state.tops = tops_of(state, rows)
     parts, left = [state], rows - state.rows
@@ -186,7 +194,7 @@ def _part(state: CacheState, counted: Sequence[Counts]) -> None:
 
 
 def _some(store: Store, rows: torch.Tensor) -> Store:
-    """Return a store of some rows of ``store``, with its telemetry continued."""
+    """Return a new store of the batch rows ``rows`` of ``store``; its telemetry counts on from the copied counts."""
     made = store.select_rows(rows)
     made.before = None if store.before is None else store.before.index_select(1, rows)
     return made
@@ -223,7 +231,7 @@ def _put_rows(target: torch.Tensor, planes: Sequence[torch.Tensor]) -> None:
 
 
 def _regrouped(state: CacheState) -> None:
-    """Reset facts that depend on a state's stores: passed checks, counters, telemetry planes."""
+    """Reset what a state recorded about its former stores: passed checks, counters, telemetry planes."""
     state.checked_for.clear()
     state.moment = None
     state.telemetry_planes[:] = state.telemetry()

@@ -73,7 +73,7 @@ class RopeReader:
         self.found: Rope | None = None
 
     def unchanged(self, args: tuple[Any, ...]) -> bool:
-        """Return whether this call's constants are those of the last read, unmodified."""
+        """Return whether this call passes the constants of the last read, and they were not modified since."""
         return self.found is not None and all(
             at is None or (args[at] is tensor and _version(tensor) == version)
             for at, (tensor, version) in zip(self.arguments, self.seen, strict=True)

@@ -47,6 +47,8 @@ class CacheState:
     """Number of slots of a sliding window; None if every position has its own slot."""
     growth: Growth = field(default_factory=Growth)
     """The growth rule for writes outside of compiled code."""
+    places: int = 0
+    """Token slots of the caller's cache tensor, for the report's bytes of the caller; 0 for a cache that grows with its tokens."""
     grown: bool = False
     """Whether every slot of its tensors is a token, as in caches that each step returns longer: zeros written there count."""
     path: str = ""
@@ -105,7 +107,7 @@ class CacheState:
         self.top = max(self.top, self.length)
 
     def rewind(self, wanted: int | torch.Tensor) -> None:
-        """Roll the stores back to ``wanted`` tokens (an int, or [B]), before others are written behind them.
+        """Roll the stores back to ``wanted`` tokens (an int, or [B]), before other tokens are written after them.
 
         Raises WindowPassed if a row would end in a block whose full-precision tokens are gone.
         """
@@ -196,6 +198,11 @@ class CacheState:
         """Allocated bytes of all stores."""
         return sum(store.nbytes for part in self.groups for store in part.stores.values())
 
+    def dense_nbytes(self, tokens: int) -> int:
+        """Return the bytes of dense tensors of ``tokens`` tokens of its own rows, parked rows not included."""
+        slots = [(store.batch, store.spec.slot) for store in self.stores.values()]
+        return sum(tokens * batch * slot.heads * slot.head_dim * slot.dtype.itemsize for batch, slot in slots)
+
     @property
     def by_token(self) -> bool:
         """Whether each token's codes are independent, so that a range of tokens can be copied."""
@@ -248,12 +255,16 @@ class CacheState:
         return made
 
     def moved(self, first: int, count: int, slots: int | None) -> CacheState:
-        """Return a new state with ``count`` tokens from position ``first`` on, codes unchanged, in ``slots`` slots (None: one each)."""
+        """Return a new state with only the ``count`` tokens from position ``first`` on, their codes unchanged.
+
+        ``slots``: of its sliding window; None for one slot per position.
+        """
         stores = {part: store.gathered(first, count, self.slots) for part, store in self.stores.items()}
         return self._with(stores, count, slots)
 
     def _with(self, stores: dict[Part, Store], length: int, slots: int | None) -> CacheState:
         """Return a state with other stores for the same cache."""
         return CacheState(
-            self.axes, stores, length, slots=slots, growth=self.growth, grown=self.grown, path=self.path, where=self.where,
+            self.axes, stores, length, slots=slots, growth=self.growth, places=self.places, grown=self.grown, path=self.path,
+            where=self.where,
         )

@@ -79,7 +79,7 @@ class Store:
             return self.spec.scheme.empty(plane, self.spec.slot, pages, self.batch, self.device)
 
     def _where_they_belong(self, planes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Move copied planes that belong there to pinned host memory."""
+        """Return planes with those that belong in pinned host memory moved there."""
         if self.device.type != "cuda":
             return list(planes)
         return [
@@ -183,7 +183,7 @@ class Store:
     @property
     def exact_first(self) -> list[torch.Tensor]:
         """Planes of the sinks in full precision, and of their first position if there is no clock; [] without sinks."""
-        return [plane for plane, spec in self.described() if spec.early]
+        return [plane for plane, spec in self.described() if spec.exact_first]
 
     @property
     def origins(self) -> torch.Tensor | None:
@@ -218,13 +218,16 @@ class Store:
     @property
     def rolled_back(self) -> list[torch.Tensor]:
         """Planes that a rollback and the following step change: exact tokens, clock, and the record of refilled tokens."""
-        return [plane for plane, spec in self.described() if spec.name in {"window", "clock", REFILLED} or spec.early]
+        return [plane for plane, spec in self.described() if spec.name in {"window", "clock", REFILLED} or spec.exact_first]
 
     @property
     def never_calibrated(self) -> bool:
-        """Whether the scheme calibrates planes with queries, and these planes are all zero. Waits for the device."""
+        """Whether the scheme calibrates planes with queries, and these planes still have their initial zeros. Waits for the device.
+
+        A calibration that results in zeros writes negative zeros.
+        """
         calibrated = [plane for plane, spec in self.described() if spec.name in self.spec.scheme.calibrated]
-        return bool(calibrated) and not any(bool(plane.any()) for plane in calibrated)
+        return bool(calibrated) and not any(bool(plane.any() | plane.signbit().any()) for plane in calibrated)
 
     @property
     def telemetry(self) -> TelemetryPlane | None:
@@ -233,7 +236,7 @@ class Store:
         return None if plane is None else TelemetryPlane(plane, self.before)
 
     def _begin(self) -> None:
-        """Record the telemetry that the planes already hold: it was counted for another store."""
+        """Record the telemetry counts that the planes hold now as inherited: they were counted for another store."""
         plane = self.plane(telemetry.PLANE)
         self.before = None if plane is None else plane.clone()
 
@@ -270,7 +273,9 @@ class Store:
         return made
 
     def gathered(self, first: int, count: int, slots: int | None) -> Store:
-        """Return a new linear store of ``count`` tokens from position ``first`` on; ``slots``: those of this sliding store, or None."""
+        """Return a new linear store of ``count`` tokens from position ``first`` on; ``slots``: the number of slots of this store if it
+        slides, or None.
+        """
         made = Store(self.spec, self.batch, self.device, pages_for(count), self.rope)
         if not count:
             return made

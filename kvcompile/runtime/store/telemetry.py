@@ -1,4 +1,4 @@
-"""Telemetry: the plane in which attention counts, and its contents when its store was copied from another one."""
+"""Telemetry: the plane to which attention adds its counts, and the counts that a copied store inherited."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PLANE = TELEMETRY_PLANE.name
 
 
 class TelemetryPlane(NamedTuple):
-    """A telemetry plane, and its contents when its store was copied from another one (None: nothing)."""
+    """A telemetry plane; ``before``: the counts that it had when its store was copied from another one (None: zero)."""
 
     plane: torch.Tensor
     before: torch.Tensor | None

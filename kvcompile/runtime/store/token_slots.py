@@ -17,9 +17,9 @@ LEAST_PAGES = 2
 
 
 def readdressed(state: CacheState, slots: int | None, length: int, shown: int) -> tuple[CacheState, int]:
-    """Return (state, length) for a tensor that shows ``shown`` of ``length`` tokens, with tokens in ``slots`` slots (None: one each).
+    """Return (state, length) for a tensor that shows the last ``shown`` of ``length`` tokens, with the tokens in ``slots`` slots.
 
-    Returns ``state`` itself if no token must move, else a new state with the shown tokens.
+    ``slots`` None: one slot per position. Returns ``state`` itself if no token must move, else a new state with the shown tokens.
     """
     first = length - shown
     if state.slots == slots and (first == 0 or (slots is not None and (first % slots == 0 or shown + 1 >= slots))):

@@ -32,7 +32,7 @@ def remember(tensor: torch.Tensor, state: CacheState, length: int) -> None:
 
 
 def remember_rows(tensor: torch.Tensor, rows: torch.Tensor, first: int) -> None:
-    """Copy what is remembered of a dense tensor to ``rows``, a view of its rows from row ``first`` on."""
+    """Let ``rows``, a view of a dense tensor's rows from row ``first`` on, be encoded with the tensor's remembered codes too."""
     if (earlier := _EARLIER.get(tensor)) is not None:
         _EARLIER[rows] = *earlier[:2], first
 
@@ -43,7 +43,9 @@ def forget(tensor: torch.Tensor) -> None:
 
 
 class Earlier:
-    """The earlier codes of one part of a dense cache tensor, if a new store can take them."""
+    """The codes that a part of a dense cache tensor had before it became dense, for reuse in a new store of the same spec; none if not
+    usable.
+    """
 
     def __init__(self, tensor: torch.Tensor, part: Part, store: Store) -> None:
         state, self.length, first = _EARLIER.get(tensor, (None, 0, 0))
@@ -94,7 +96,7 @@ class Earlier:
         self._take(store, same)
 
     def _take(self, store: Store, same_BKT: torch.Tensor) -> None:
-        """Copy the earlier codes of all blocks with only unchanged tokens, ``same_BKT``."""
+        """Copy the earlier codes of every block whose tokens are all unchanged into ``store``; ``same_BKT``: the unchanged tokens, bool."""
         pages = min(store.pages, self.held.pages)
         block = store.spec.scheme.block
         whole = torch.unflatten(same_BKT[:, :, : pages * PAGE], 2, (-1, block)).all(-1)

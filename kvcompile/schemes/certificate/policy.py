@@ -19,14 +19,14 @@ DEFAULTS = "default"
 
 
 class Fallback(enum.Enum):
-    """The treatment of a head whose checks fail: it is computed from full-precision tokens, or only counted."""
+    """The consequence for a head whose checks fail: it is computed again from full-precision tokens, or the failure is only counted."""
 
     DENSE = "dense"
     REPORT = "report"
 
 
 class Select(enum.Enum):
-    """The blocks that a query head promotes: its own selection, or the union over its kv head's query heads."""
+    """The blocks that a query head promotes: its own selection, or the union of the selections of all query heads of its kv head."""
 
     HEAD = "head"
     GROUP = "group"
@@ -83,10 +83,10 @@ class Certify:
         for option, low, high in whole:
             value: object = getattr(self, option)
             fine = isinstance(value, int) and _number(value, low, high)
-            require(fine, NAME, option, f"a whole number from {low} to {high}", value, "the source has k_min=2, k_max=128, rank=1")
+            require(fine, NAME, option, f"a whole number from {low} to {high}", value, "the paper has k_min=2, k_max=128, rank=1")
         for option, limit in real.items():
             value = getattr(self, option)
-            require(_number(value, 0.0, limit), NAME, option, f"a number from 0 to {limit}", value, "leave it out for the source's setting")
+            require(_number(value, 0.0, limit), NAME, option, f"a number from 0 to {limit}", value, "leave it out for the paper's setting")
         for option in ("certain", "agree"):
             value = getattr(self, option)
             require(isinstance(value, bool), NAME, option, "True or False", value, "leave it out for the default")
@@ -167,7 +167,7 @@ class Rung(enum.IntEnum):
 
 
 class Cause(enum.IntFlag):
-    """The reason why a head failed; bits of ``Count.CAUSES``."""
+    """The reasons why a head failed its checks, as bits of ``Count.CAUSES``."""
 
     RANK = 1
     BOUNDARY = 2

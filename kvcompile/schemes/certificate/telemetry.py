@@ -1,4 +1,5 @@
-"""Planes that certified attention writes: sums, histograms and the last step of each kv head; and where a window's exact tokens begin.
+"""Planes that certified attention writes: sums, histograms and the last step of each kv head; and the first exact token of a refilled
+window.
 
 A telemetry plane [1, B, K, 1, TELEMETRY] of float64 has three parts for each kv head of each batch row:
 
@@ -55,7 +56,7 @@ TELEMETRY = LAST_AT + 1 + LAST_HEADS * LAST_WIDTH
 
 
 class JoinRule(enum.IntEnum):
-    """How a column of several planes is joined: summed, maximum, or not at all."""
+    """How the values of one column are combined over several planes: summed, maximum, or not combined."""
 
     SUM = 0
     MOST = 1

@@ -39,7 +39,7 @@ NEUTRAL = 0.06
 
 @dataclass(frozen=True)
 class TinyModel:
-    """One tiny model and its way of being called: its caches, and the inputs other than tokens."""
+    """One tiny model and how to call it: the caches that it takes, and the inputs other than tokens."""
 
     name: str
     model: Any
@@ -115,9 +115,9 @@ def _has_encoder(name: str) -> bool:
 
 
 def build(name: str, attention: str, layers: int = 2, sizes: Callable[[Any], Mapping[str, Any]] | None = None) -> TinyModel:
-    """Return a tiny random model in evaluation mode. Raises the exceptions of the model's classes.
+    """Return a tiny random model of the architecture ``name`` in evaluation mode. Raises the exceptions of the model's classes.
 
-    ``sizes``: from the type's default configuration, further settings for the tiny one.
+    ``sizes``: maps the type's default configuration to further settings for the tiny one.
     """
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
@@ -152,7 +152,7 @@ def _parts(config: Any) -> list[Any]:
 def _stir(model: torch.nn.Module) -> None:
     """Add noise to one-dimensional parameters (biases, norms, sinks), which start as zeros or ones.
 
-    Leaving one out must change the logits.
+    Otherwise a rewrite that leaves one out would not change the logits.
     """
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():

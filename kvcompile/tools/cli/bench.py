@@ -21,7 +21,7 @@ def scripts() -> dict[str, Path]:
 
 
 def names() -> list[str]:
-    """Return the names of these benchmarks, sorted."""
+    """Return the names of this checkout's benchmarks, sorted."""
     return list(scripts())
 
 

@@ -1,39 +1,61 @@
-"""``kvcompile calibrate``: measures static scales of a model on text files, and the values that they clip."""
+"""``kvcompile calibrate``: measures static scales of a model on text files, and how many values these scales clip."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import sys
+from typing import Any
 
 import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kvcompile.extensions.beyond.learning.text import batches, documents, sequences, split
+from kvcompile.extensions.beyond.learning.text import batches
 from kvcompile.extensions.static_scales.measure.calibrate import Calibration, calibrate
 from kvcompile.extensions.static_scales.storage import save_scales
-from kvcompile.tools.cli.learn import tokens_of
+from kvcompile.progress import ProgressLine
+from kvcompile.tools.cli.learn import held_apart, tokens_of
 from kvcompile.tools.cli.targets import TargetOptions, resolve
 from kvcompile.types import Role
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure static scales, write them to a file, and print the values that they clip."""
+    """Measure static scales, write them to a file, and print how many values they clip."""
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
-    model = resolve(arguments.target, TargetOptions(dtype=dtype, device=arguments.device)).model
-    tokens = tokens_of(arguments, model)
-    known, held_out = split(sequences(documents(arguments.data), tokens, arguments.length), arguments.validation, arguments.seed)
     found: list[Calibration] = []
-    scheme = calibrate(
-        model, batches(known[: arguments.sequences], tokens, arguments.batch), arguments.scheme, granularity=arguments.granularity,
-        percentile=arguments.percentile, margin=arguments.margin, validation=batches(held_out, tokens, arguments.batch),
-        report=found.append,
-    )
+    with ProgressLine("calibrate") as progress:
+        progress.at("loading the model")
+        model = resolve(arguments.target, TargetOptions(dtype=dtype, device=arguments.device)).model
+        tokens = tokens_of(arguments, model)
+        progress.at("reading text")
+        known, held_out = held_apart(arguments, tokens)
+        progress.at("measuring")
+        scheme = calibrate(
+            model, batches(known[: arguments.sequences], tokens, arguments.batch), arguments.scheme, granularity=arguments.granularity,
+            percentile=arguments.percentile, margin=arguments.margin, validation=batches(held_out, tokens, arguments.batch),
+            report=found.append,
+        )
     save_scales(scheme, arguments.out, {"data": ", ".join(path.name for path in arguments.data)})
     console = Console(stderr=True)
-    console.print(table(found[0]))
+    if arguments.json:
+        sys.stdout.write(json.dumps(as_json(found[0]), indent=2) + "\n")
+    else:
+        console.print(table(found[0]))
     console.print(f"{arguments.out}: {scheme.name}, {len(found[0].slots) // 2} layers, {found[0].tokens:,} tokens", highlight=False)
     return 0
+
+
+def as_json(found: Calibration) -> dict[str, Any]:
+    """Return the numbers of ``table`` as plain data, ranges and magnitudes in the units of the cache."""
+    return {"scheme": found.scheme.name, "tokens": found.tokens, "slots": [
+        {
+            "path": slot.path, "part": f"{slot.role.value}s", "largest": slot.amax,
+            "range": float(slot.scales.values.max()) * found.scheme.qmax, "clipped": slot.clipped,
+            "clipped_held_out": slot.clipped_validation,
+        } for slot in found.slots
+    ]}
 
 
 def table(found: Calibration) -> Table:

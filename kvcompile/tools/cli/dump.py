@@ -18,17 +18,16 @@ import torch
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from kvcompile.backend import Backend
+from kvcompile.details import distinct_kernels, kernel_title
 from kvcompile.errors import NothingToDump
 from kvcompile.lowering.compile import emitted_modules
 from kvcompile.lowering.decode.offline import ARCHITECTURES, OfflineCompilation, sass
-from kvcompile.lowering.site_kernel import ChunkedSite, PrefillSite, SiteKernel, attends, site_kernel
+from kvcompile.lowering.site_kernel import ChunkedSite, PrefillSite, SiteKernel, attends
 from kvcompile.passes.capture.capture import Captured
-from kvcompile.passes.graph.shapes import estimate, module_path
 from kvcompile.passes.plan.plan import Plan
 from kvcompile.passes.rewrite.rewritten import Rewritten, Variant
 from kvcompile.records import GraphRecord
-from kvcompile.report import count_text, short_paths, short_scheme
-from kvcompile.schemes import parse
+from kvcompile.report import short_paths
 from kvcompile.tools.cli.normal_form import normal_form
 from kvcompile.variants import Variants, kernel_text
 
@@ -50,7 +49,7 @@ LANGUAGES = {DumpStage.NORMALISED: "text", DumpStage.PTX: "gas", DumpStage.SASS:
 
 
 class Dump:
-    """The stages of one graph compiled by the backend ``owner``; ``graph`` None: the last one with a site."""
+    """The pipeline stages of one graph as text; ``owner``: the backend that compiled it. ``graph`` None: the last graph with a site."""
 
     def __init__(self, owner: Backend, graph: int | None = None, variant: Variant | None = None) -> None:
         self.record = _choose(owner, graph)
@@ -86,7 +85,7 @@ class Dump:
         return title + (f"# other variants: {others}\n" if others else "") + _readable(rewritten.module)
 
     def inductor(self) -> str:
-        """Return Inductor's output module of the chosen variant, compiled for this machine and not kept."""
+        """Return the output module that Inductor makes of the chosen variant for this machine; the compiled code is discarded."""
         variant, rewritten = self._rewritten()
         sources = emitted_modules(rewritten.module, self._made().inputs(variant), self._captured().fake_mode)
         if not sources:
@@ -96,9 +95,7 @@ class Dump:
     def kernels(self, arch: str) -> list[tuple[SiteKernel | PrefillSite | ChunkedSite, list[str]]]:
         """Return the distinct attend kernels of the chosen variant, each with the module paths of its sites. Raises NothingToDump."""
         _, rewritten = self._rewritten()
-        found: dict[SiteKernel | PrefillSite | ChunkedSite, list[str]] = {}
-        for node in attends(rewritten.module):
-            found.setdefault(site_kernel(node, arch, estimate), []).append(module_path(node) or node.name)
+        found = distinct_kernels(attends(rewritten.module), arch)
         if not found:
             raise NothingToDump(
                 expected="an attend kernel", found=f"graph {self.index} {kernel_text(rewritten, len(self._plan().sites))}",
@@ -108,13 +105,13 @@ class Dump:
 
     def triton(self, arch: str) -> str:
         """Return the Triton source of each distinct kernel."""
-        return "\n".join(_title("#", kernel, sites, arch) + kernel.source() for kernel, sites in self.kernels(arch))
+        return "\n".join(kernel_title("#", kernel, sites, arch) + kernel.source() for kernel, sites in self.kernels(arch))
 
     def compiled(self, arch: str, form: str) -> str:
         """Return the PTX or SASS of each distinct kernel; ``form``: "ptx" or "sass"."""
         parts = []
         for kernel, sites in self.kernels(arch):
-            parts.append(_title("//", kernel, sites, arch))
+            parts.append(kernel_title("//", kernel, sites, arch))
             for made in kernel.compiled(arch):
                 text = made["ptx"] if form == "ptx" else sass(made["cubin"])  # type: ignore[arg-type]
                 assert isinstance(text, str)
@@ -185,22 +182,3 @@ def _argument(source: str) -> str:
     """Return a Dynamo source such as ``L['self']._modules['norm']._parameters['weight']`` as ``self.norm.weight``."""
     plain = re.sub(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", source)
     return re.sub(r"^L\['(?:kwargs'\]\[')?([^']*)'\]", r"\1", plain)
-
-
-def _title(comment: str, kernel: SiteKernel | PrefillSite | ChunkedSite, sites: list[str], arch: str) -> str:
-    config, tile = kernel.config, kernel.config.tile
-    heads = f"{config.kv_heads * config.group} query heads over {config.kv_heads} kv heads of {config.key_dim}"
-    cut = ", ".join((count_text(tile.num_warps, "warp"), count_text(tile.num_stages, "stage"), count_text(config.splits, "split")))
-    lines = [
-        f"attend of {', '.join(sites)}",
-        f"keys {_short(config.key_scheme)}, values {_short(config.value_scheme)}",
-        f"{heads}, batch {kernel.batch}, {count_text(kernel.queries, 'new token')}",
-        f"for {arch}: tile of {tile.block_t} tokens x {tile.block_r} rows, {cut}",
-    ]
-    if isinstance(kernel, ChunkedSite):
-        lines.append(f"{kernel.config.chunk} tokens at a time: decoded by the first kernel, attended to by the second")
-    return "".join(f"{comment} {line}\n" for line in lines)
-
-
-def _short(spelled: str) -> str:
-    return short_scheme(parse(spelled))

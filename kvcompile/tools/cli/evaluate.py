@@ -20,15 +20,14 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any
 
 import torch
-from rich.console import Console
 
-from kvcompile import schemes
 from kvcompile.errors import BadEvaluation
 from kvcompile.extensions.beyond.storage import FILE as TABLES
 from kvcompile.extensions.beyond.storage import load_tables
 from kvcompile.extensions.static_scales.storage import load_scales
-from kvcompile.schemes import Adaptive
+from kvcompile.progress import ProgressLine
 from kvcompile.tools.cli.console import console
+from kvcompile.tools.cli.interrupt import INTERRUPTED, ignore_interrupts, kill_children
 from kvcompile.tools.cli.packaged import PACKAGED
 from kvcompile.tools.cli.subjects import SHIPPED, named
 from kvcompile.tools.evaluation import plots
@@ -39,7 +38,6 @@ from kvcompile.tools.evaluation.measures import Measured
 from kvcompile.tools.evaluation.results import Results
 from kvcompile.tools.evaluation.subject import Subject
 from kvcompile.tools.evaluation.tables import beside_table, heatmap, kind_table, layer_table, paired_table, summary_table, telemetry_table
-from kvcompile.tools.evaluation.width_plots import constant
 
 FILE = ".safetensors"
 CHECKPOINT = Effort(lengths=(4096,), tail=64, questions=20, batch=1)
@@ -67,31 +65,39 @@ def run(arguments: argparse.Namespace) -> int:
     if base is not None:
         # Raises for an unknown scheme before anything is measured.
         Results({}, {}, Measured(DENSE), tuple(Measured(label) for _, label in wanted)).named(base)
-    if arguments.plot is not None and not any(_adaptive(name) for name, _ in wanted):
-        raise BadEvaluation(
-            setting="--plot", expected="asked for with an adaptive scheme among --schemes, as other schemes give all tokens the same bits",
-            found=", ".join(label for _, label in wanted), todo="add one, as --schemes 'smartkv(budget=0.3)'",
-        )
     torch.set_num_threads(threads_of(arguments))
-    subject = subject_of(arguments)
-    for name, _ in wanted:
-        # Raises for a bad file before anything is measured.
-        scheme_of(name, subject)
-    done: dict[str, Measured] = {}
-    with Console(stderr=True).status(f"{subject.name}: building questions") as status:
-        bench = Bench(subject, effort, lambda what: status.update(f"{what} ({len(done)} of {len(wanted)} schemes done)"))
-        results = Results(config(subject, bench, arguments), machine(arguments.device), bench.reference(), ())
-        for row in measured(bench, arguments, wanted):
-            done[row.scheme] = row
-            # In the requested order, not in the order of completion.
-            results = dataclasses.replace(results, schemes=tuple(done[label] for _, label in wanted if label in done))
-            if arguments.out is not None:
-                # Saved each time, so that stopping the command keeps the results so far.
-                results.save(arguments.out)
-    if arguments.out is not None:
+    results = measure(arguments, wanted, effort)
+    stopped = len(results.schemes) < len(wanted)
+    if arguments.out is not None and not stopped:
         plots.draw(results, arguments.out)
-    show(results, arguments, base)
-    return 0
+    show(results, arguments, base if any(row.scheme == base for row in results.schemes) else None)
+    return INTERRUPTED if stopped else 0
+
+
+def measure(arguments: argparse.Namespace, wanted: Sequence[tuple[str, str]], effort: Effort) -> Results:
+    """Measure (scheme, label) pairs, saving after each; Ctrl-C keeps the schemes measured so far, once the reference is measured."""
+    done: dict[str, Measured] = {}
+    with ProgressLine("eval", len(wanted)) as progress:
+        progress.at("loading the model")
+        subject = subject_of(arguments)
+        for name, _ in wanted:
+            # Raises for a bad file before anything is measured.
+            scheme_of(name, subject)
+        progress.at(f"{subject.name}: building questions")
+        bench = Bench(subject, effort, lambda what: progress.at(what, len(done)))
+        results = Results(config(subject, bench, arguments), machine(arguments.device), bench.reference(), ())
+        try:
+            for row in measured(bench, arguments, wanted):
+                done[row.scheme] = row
+                # In the requested order, not in the order of completion.
+                results = dataclasses.replace(results, schemes=tuple(done[label] for _, label in wanted if label in done))
+                if arguments.out is not None:
+                    # Saved each time, so that stopping the command keeps the results so far.
+                    results.save(arguments.out)
+        except KeyboardInterrupt:
+            if not done:
+                raise
+    return results
 
 
 def measured(bench: Bench, arguments: argparse.Namespace, wanted: Sequence[tuple[str, str]]) -> Iterator[Measured]:
@@ -101,13 +107,19 @@ def measured(bench: Bench, arguments: argparse.Namespace, wanted: Sequence[tuple
         return
     plain = argparse.Namespace(**{name: value for name, value in vars(arguments).items() if name != "run"})
     # Forked processes could not use the GPU that this process has initialised.
-    with ProcessPoolExecutor(arguments.jobs, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
-        for ended in as_completed([pool.submit(_measured_alone, plain, scheme, label) for scheme, label in wanted]):
-            yield ended.result()
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(arguments.jobs, context, max_tasks_per_child=1, initializer=ignore_interrupts) as pool:
+        try:
+            for ended in as_completed([pool.submit(_measured_alone, plain, scheme, label) for scheme, label in wanted]):
+                yield ended.result()
+        except (KeyboardInterrupt, GeneratorExit):
+            pool.shutdown(wait=False, cancel_futures=True)
+            kill_children()
+            raise
 
 
 def _measured_alone(arguments: argparse.Namespace, scheme: str, label: str) -> Measured:
-    """Measure one scheme in a process of its own."""
+    """Measure one scheme in a separate process."""
     torch.set_num_threads(threads_of(arguments))
     subject = subject_of(arguments)
     return Bench(subject, effort_of(arguments)).measure(scheme_of(scheme, subject), label)
@@ -116,11 +128,6 @@ def _measured_alone(arguments: argparse.Namespace, scheme: str, label: str) -> M
 def labelled(names: Sequence[str]) -> list[tuple[str, str]]:
     """Return (scheme, label) of each name; a file's label is its path as given."""
     return [(name, name) if name.endswith(FILE) else labels([name])[0] for name in names]
-
-
-def _adaptive(name: str) -> bool:
-    """Return whether a name is that of an adaptive scheme; False for files."""
-    return not name.endswith(FILE) and isinstance(schemes.parse(name), Adaptive)
 
 
 def scheme_of(name: str, subject: Subject) -> object:
@@ -135,7 +142,7 @@ def show(results: Results, arguments: argparse.Namespace, base: str | None) -> N
 
     ``base``: label of the scheme to compare the others with; None for no comparison.
     """
-    shown, drawn = console(), None if arguments.plot is None else plots.draw_file(results, arguments.plot)
+    shown, drawn = console(), [] if arguments.plot is None else plots.draw_file(results, arguments.plot)
     other = None if base is None else results.named(base)
     if arguments.json:
         others = {} if other is None else {row.scheme: results.beside(row, other).plain() for row in results.schemes if row is not other}
@@ -155,11 +162,8 @@ def show(results: Results, arguments: argparse.Namespace, base: str | None) -> N
             shown.print(heatmap((results.reference, *results.schemes), task, results.config["unit"]))
     if arguments.telemetry:
         shown.print(telemetry_table(results.schemes))
-    if arguments.plot is not None:
-        for name in constant(results):
-            shown.print(f"{name}: all tokens have the same bits, so --plot has no picture of it", markup=False, style="dim")
-        line = f"widths and importance are drawn in {drawn}" if drawn else "nothing is drawn: no token of a cache changed its width"
-        shown.print(line, markup=False)
+    for path in drawn:
+        shown.print(f"drawn in {path}", markup=False)
     for row in results.schemes:
         if not row.dense_bytes:
             shown.print(f"{row.scheme}: no attention over a cache was rewritten, so nothing was compressed", markup=False, style="yellow")
@@ -179,13 +183,15 @@ def config(subject: Subject, bench: Bench, arguments: argparse.Namespace) -> dic
 
 
 def text_of(subject: Subject, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the sizes of a subject's kinds of text; without ``--data`` also a fingerprint of the text that this Python provides."""
+    """Return the size of each kind of text of a subject; without ``--data`` also a fingerprint, since the text then
+    comes from this Python.
+    """
     sizes = {span.kind: span.stop - span.start for span in subject.spans}
     return sizes if arguments.data or not sizes else sizes | {"fingerprint": fingerprint(own_passages())}
 
 
 def usual_effort(arguments: argparse.Namespace) -> Effort:
-    """Return the default effort for a target."""
+    """Return the default effort for the kind of model that the command names."""
     if arguments.target in PACKAGED:
         return QUICK_REAL if arguments.quick else REAL
     if arguments.quick:
@@ -228,6 +234,6 @@ def _number(setting: str, text: str, kind: Callable[[str], Any], least: float) -
 
 
 def subject_of(arguments: argparse.Namespace) -> Subject:
-    """Return the subject of the command's target."""
+    """Return the subject of evaluation that the command's arguments name."""
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
     return named(arguments.target, arguments.data, arguments.device, dtype, arguments.bytes)

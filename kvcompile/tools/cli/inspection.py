@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import sys
 import warnings
@@ -16,6 +17,9 @@ from kvcompile.errors import KvcompileError, TargetError
 from kvcompile.explain import described, observe
 from kvcompile.passes.plan.policy import policy_of
 from kvcompile.passes.rewrite.rewritten import Variant
+from kvcompile.progress import ProgressLine
+from kvcompile.report import Pass, Report
+from kvcompile.report.notices import notices
 from kvcompile.tools.cli.console import console
 from kvcompile.tools.cli.targets import CacheKind, Target, TargetOptions, resolve
 
@@ -23,10 +27,35 @@ log = logging.getLogger(__name__)
 
 
 def explain(arguments: argparse.Namespace) -> int:
-    """Print the report of a target. Returns 1 if ``--strict`` and a site was refused, else 0."""
-    report = described(_observed(arguments), arguments.tokens)
-    console().print(report)
+    """Print the report of a target, write it as a page, or print one pass. Returns 1 if ``--strict`` and a site was refused, else 0."""
+    owner = _observed(arguments)
+    report = described(owner, arguments.tokens)
+    if arguments.stage is not None:
+        _show_pass(owner, report, arguments)
+    elif arguments.html is not None:
+        arguments.html.write_text(report.html(), encoding="utf-8")
+        Console(stderr=True).print(f"{arguments.html}: {notices(report)[0].text}", highlight=False, soft_wrap=True)
+    elif arguments.json:
+        console().file.write(json.dumps(report.plain(), indent=2) + "\n")
+    else:
+        console().print(report)
     return int(arguments.strict and bool(report.refusals))
+
+
+def _show_pass(owner: Backend, report: Report, arguments: argparse.Namespace) -> None:
+    """Print the time that every pass took (``--stage list``), or a graph as a pass left it."""
+    from kvcompile.tools.cli.passes import pass_table, pass_text
+
+    if arguments.stage == "list":
+        console().print(pass_table(report))
+        return
+    asked = Pass(arguments.stage)
+    text = pass_text(owner, asked, arguments.graph)
+    if sys.stdout.isatty():
+        language = "text" if asked in {Pass.MATCH, Pass.PLAN, Pass.VALIDATE} else "python"
+        Console().print(Syntax(text, language, theme="ansi_dark", word_wrap=True))
+    else:
+        sys.stdout.write(text)
 
 
 def dump(arguments: argparse.Namespace) -> int:
@@ -60,9 +89,12 @@ def _observed(arguments: argparse.Namespace) -> Backend:
     policy = _policy(arguments)
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
     options = TargetOptions(CacheKind(arguments.cache), arguments.attention, dtype, arguments.device)
-    target = resolve(arguments.target, options)
     owner = backend(policy, inner="eager")
-    _run(target, owner)
+    with ProgressLine(arguments.target) as progress:
+        progress.at("building the model")
+        target = resolve(arguments.target, options)
+        progress.at("compiling its graphs")
+        _run(target, owner)
     if not owner.graphs:
         raise TargetError(found=arguments.target, why="calling it compiled no graph: it runs no tensor code that Dynamo can see")
     return owner

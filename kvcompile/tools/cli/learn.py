@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from kvcompile.errors import TargetError
+from kvcompile.errors import BadBatch, TargetError
 from kvcompile.extensions.beyond.learning import processes
 from kvcompile.extensions.beyond.learning.learn import Learned, learn
 from kvcompile.extensions.beyond.learning.settings import LearnSettings
@@ -21,14 +21,18 @@ from kvcompile.extensions.beyond.scheme import Beyond
 from kvcompile.extensions.beyond.storage import save_tables
 from kvcompile.schemes import parse
 from kvcompile.settings import Inner
+from kvcompile.tools.cli.interrupt import INTERRUPTED
 from kvcompile.tools.cli.targets import TargetOptions, resolve
+
+SHORTEST = 32
+"""Tokens of the shortest sequences that are proposed for a small text."""
 
 
 @contextlib.contextmanager
 def joined(device: str) -> Iterator[str]:
-    """Yield this process's device, as a member of the process group if ``torchrun`` started it.
+    """Yield the device of this process; if ``torchrun`` started it, the process is a member of the process group within the context.
 
-    On exit, wait for all and leave the group.
+    On exit it waits for all processes and leaves the group.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         yield device
@@ -63,7 +67,7 @@ def _learn(arguments: argparse.Namespace, scheme: Beyond, settings: LearnSetting
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
     model = resolve(arguments.target, TargetOptions(dtype=dtype, device=device)).model
     tokens = tokens_of(arguments, model)
-    training, held_out = split(sequences(documents(arguments.data), tokens, arguments.length), arguments.validation, arguments.seed)
+    training, held_out = held_apart(arguments, tokens)
     # Equally many for each process, since all of them take each step together.
     training = training[: len(training) // processes.count() * processes.count()]
     mine = slice(processes.rank(), None, processes.count())
@@ -72,10 +76,31 @@ def _learn(arguments: argparse.Namespace, scheme: Beyond, settings: LearnSetting
         model, batches(training[mine], tokens, arguments.micro), scheme, validation=batches(held_out[mine], tokens, arguments.micro),
         settings=settings, run=arguments.folder, resume=arguments.resume, report=found.append,
     )
+    stopped = bool(found) and found[0].stopped == "interrupted"
     if processes.rank() == 0:
         save_tables(learned, arguments.out, {"data": ", ".join(path.name for path in arguments.data)})
         Console(stderr=True).print(_summary(found[0], arguments.out), highlight=False)
-    return 0
+    return INTERRUPTED if stopped else 0
+
+
+def held_apart(arguments: argparse.Namespace, tokens: TokenEncoding) -> tuple[list[list[int]], list[list[int]]]:
+    """Return (training, validation) sequences of the text files. Raises BadBatch, with options that fit, if the text is too short.
+
+    Without ``--validation`` the default number of sequences is held out for validation, but at most a fifth of a small text.
+    """
+    texts = list(documents(arguments.data))
+    runs = sequences(iter(texts), tokens, arguments.length)
+    wanted = arguments.validation or min(arguments.held_out, len(runs) // 5)
+    if len(runs) > max(wanted, 1):
+        return split(runs, max(wanted, 1), arguments.seed)
+    count = sum(len(tokens.encode(text)) for text in texts)
+    # Ten sequences, of which two are held out.
+    length = count // 10 + len(tokens.prefix)
+    fits = f"pass --length {length} --validation 2" if length >= SHORTEST else f"pass more text: {10 * SHORTEST:,} tokens and more"
+    raise BadBatch(
+        expected=f"more than {max(wanted, 1)} sequences of {arguments.length:,} tokens, of which as many are held out",
+        found=f"{len(runs)}: these files have {count:,} tokens", todo=fits,
+    )
 
 
 def _summary(found: Learned, out: Path) -> str:
@@ -84,7 +109,10 @@ def _summary(found: Learned, out: Path) -> str:
 
 
 def tokens_of(arguments: argparse.Namespace, model: Any) -> TokenEncoding:
-    """Return the target's tokenizer with the requested prefix. Raises TargetError."""
+    """Return how the command's model encodes text, with the ids that begin each sequence (--prefix, --bytes). Raises TargetError.
+
+    ``model``: the loaded model, whose configuration may name the first id.
+    """
     start = getattr(getattr(model, "config", None), "bos_token_id", None)
     if arguments.bytes:
         if arguments.prefix == "chat":

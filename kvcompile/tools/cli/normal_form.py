@@ -6,12 +6,15 @@ before anything is rewritten.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import fx
 
 from kvcompile.passes.graph.shapes import estimate, value_of
+from kvcompile.passes.match.match import Matched
 from kvcompile.passes.match.paged_places import Places
-from kvcompile.passes.match.sites import Bounds, Limit, LimitKind, MaskKind, Position
-from kvcompile.passes.plan.plan import Plan, SitePlan, SlotPlan
+from kvcompile.passes.match.sites import Bounds, Limit, LimitKind, MaskKind, Position, Refusal, Site, Slot
+from kvcompile.passes.plan.plan import Plan, SlotPlan
 from kvcompile.report import short_paths
 
 WIDTH = 12
@@ -19,9 +22,16 @@ WIDTH = 12
 
 def normal_form(plan: Plan) -> str:
     """Return all sites of a plan as text, one paragraph each, and its refusals."""
-    blocks = [_site(item) for item in plan.sites]
-    blocks += [f"refused      {short_paths(str(refusal))}" for refusal in plan.refusals]
-    return "\n\n".join(blocks) + "\n"
+    return _joined([_site(item.site, [_planned(part) for part in item.parts]) for item in plan.sites], plan.refusals)
+
+
+def matched_form(matched: Matched) -> str:
+    """Return all sites of a matched graph as text, before schemes are chosen, and its refusals."""
+    return _joined([_site(site, [_slot("slot", slot) for slot in site.slots]) for site in matched.sites], matched.refusals)
+
+
+def _joined(blocks: list[str], refusals: Iterable[Refusal]) -> str:
+    return "\n\n".join([*blocks, *(f"refused      {short_paths(str(refusal))}" for refusal in refusals)]) + "\n"
 
 
 def _rows(title: str, facts: list[tuple[str, str]]) -> list[str]:
@@ -36,8 +46,9 @@ def _typed(node: fx.Node, roles: tuple[str, ...]) -> str:
     return f"%{node.name}  [{named}] = {str(value.dtype).removeprefix('torch.')}[{shape}]"
 
 
-def _site(item: SitePlan) -> str:
-    site, attention = item.site, item.site.attention
+def _site(site: Site, slots: list[list[str]]) -> str:
+    """Return one site as text; ``slots``: the lines of each of its slots."""
+    attention = site.attention
     extras = [f"scale {attention.scale:.6g}"]
     extras += [f"{'over' if factor.divides else 'times'} %{factor.node.name}" for factor in attention.factors]
     extras += [f"softcap {attention.softcap:g}"] if attention.softcap else []
@@ -53,16 +64,22 @@ def _site(item: SitePlan) -> str:
         ("v", _typed(attention.v, attention.v_roles)),
         ("mask", _mask(site.bounds)),
     ])
-    return "\n".join([*lines, *(line for part in item.parts for line in _slot(part))])
+    return "\n".join([*lines, *(line for slot in slots for line in slot)])
 
 
-def _slot(part: SlotPlan) -> list[str]:
-    slot, write, table = part.slot, part.slot.write, part.slot.block_table
+def _planned(part: SlotPlan) -> list[str]:
+    """Return the lines of a planned slot, under its role, with the scheme and planes that it is stored in."""
+    planes = ", ".join(f"{plane.name} {str(plane.dtype).removeprefix('torch.')} x {plane.width}" for plane in part.layout.planes)
+    return _slot(part.role.value, part.slot, ("stored as", f"{part.scheme.spec()}: {planes} a token and head"))
+
+
+def _slot(title: str, slot: Slot, *more: tuple[str, str]) -> list[str]:
+    """Return the lines of a slot under a title; ``more``: further (name, text) facts, after those of the graph."""
+    write, table = slot.write, slot.block_table
     labels = tuple("·".join(label) or "fixed" for label in slot.axes.labels)
     leaves = f"; returned as result {', '.join(map(str, slot.outputs))}" if slot.outputs else ""
     comes = f"%{slot.placeholder.name}: " if slot.placeholder is not None else ""
     tokens = labels[write.token_dim] if write.token_dim < len(labels) else "T"
-    planes = ", ".join(f"{plane.name} {str(plane.dtype).removeprefix('torch.')} x {plane.width}" for plane in part.layout.planes)
     new = f"new tokens %{write.values.name} along {tokens}, {_position(write.position)}"
     if write.places is not None:
         new = f"new tokens %{write.values.name} at the places {_places(write.places)}"
@@ -71,9 +88,9 @@ def _slot(part: SlotPlan) -> list[str]:
         ("layout", _typed(slot.root, labels)),
         ("write", f"%{write.node.name}, spelled as {write.idiom}: {new}"),
         *([] if table is None else [("read", f"%{table.gather.name}, of each row the places {_places(table.places)}")]),
-        ("stored as", f"{part.scheme.spec()}: {planes} a token and head"),
+        *more,
     ]
-    return [f"  {part.role.value}", *(f"    {name:{WIDTH - 2}} {text}" for name, text in facts)]
+    return [f"  {title}", *(f"    {name:{WIDTH - 2}} {text}" for name, text in facts)]
 
 
 def _places(places: Places) -> str:

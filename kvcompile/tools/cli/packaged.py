@@ -15,10 +15,10 @@ READERS = ("gguf", "accelerate")
 
 @dataclass(frozen=True)
 class Packaged:
-    """A model in a Python package.
+    """A language model that a Python package ships.
 
-    ``module``: the package's import name. ``extra``: kvcompile's extra that installs it.
-    ``tasks``: tasks of ``kvcompile eval`` that the model answers with a dense cache, so that damage shows in them.
+    ``module``: the package's import name. ``extra``: kvcompile's extra that installs it. ``tasks``: tasks of ``kvcompile eval`` that the
+    model answers with a dense cache, so that damage shows in them.
     """
 
     module: str

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
@@ -20,10 +21,12 @@ from rich.text import Text
 
 from kvcompile.errors import TargetError
 from kvcompile.passes.plan.policy import Policy, policy_of
-from kvcompile.report import short_scheme
-from kvcompile.schemes import parse, registered, settings
+from kvcompile.progress import ProgressLine
+from kvcompile.report import short_text
+from kvcompile.schemes import registered, settings
 from kvcompile.tools.cli.arguments import GB, gigabytes
 from kvcompile.tools.cli.console import console
+from kvcompile.tools.cli.plan_answer import answer, lighter, paste, presets
 from kvcompile.tools.cli.plan_target import model_of
 from kvcompile.tools.planner.capacity import MOST_TOKENS, Demand
 from kvcompile.tools.planner.figures import figures
@@ -41,7 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Trace the target, plan it under every scheme, and print the result."""
     wanted = _policies(arguments.schemes)
     prompt = min(arguments.prefill or arguments.context, arguments.context)
-    with Console(stderr=True).status("reading the model's graphs"):
+    with ProgressLine("plan") as progress:
+        progress.at("reading the model's graphs")
         model = model_of(arguments.target, arguments.context, prompt, getattr(torch, arguments.dtype) if arguments.dtype else None)
     demand = Demand(
         arguments.gpu_memory, _weights(arguments.weights, model), arguments.overhead, arguments.batch, arguments.context, model.activations,
@@ -54,27 +58,33 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         shown.file.write(json.dumps(as_json(model, demand, options, found), indent=2) + "\n")
         return 0
+    shown.print(answer(options, found, demand))
     shown.print(tables(model, demand, options, found))
     if arguments.symbolic:
         shown.print(formulas(options))
+    if line := paste(options, found, demand):
+        # Not folded: it is there to be copied.
+        shown.print(Text(line, style="bold"), soft_wrap=True)
     return 0
 
 
 def _policies(asked: Sequence[str]) -> list[tuple[str, Policy]]:
-    """Return (label, policy) of the requested schemes, by default all with their defaults, named settings, and settings with figures."""
+    """Return (label, policy) of the ``asked`` schemes; by default of all schemes at their defaults, named settings, and settings with
+    figures.
+    """
     known = figures().labels
     own = settings()
     names = list(asked) or [*(kind.name for kind in registered()), *own, *known]
     # Keyed by options, as figures are; labelled by the setting's name if it has one.
     found: dict[str, tuple[str, Policy]] = {}
     for name in names:
-        short = short_scheme(parse(name))
+        short = short_text(name)
         found.setdefault(short, (name if name in own and short not in known else short, policy_of(name)))
     return list(found.values())
 
 
 def _weights(text: str, model: Model) -> int:
-    """Return the bytes of the weights in a format, or for a number of GB. Raises TargetError."""
+    """Return the bytes of a model's weights, from the name of a format or a number of GB. Raises TargetError."""
     try:
         return model.weights.nbytes(WeightFormat(text))
     except ValueError:
@@ -108,7 +118,8 @@ def as_json(model: Model, demand: Demand, options: Sequence[Option], found: Reco
         "memory_bytes": demand.memory, "weight_bytes": demand.weights, "overhead_bytes": demand.overhead,
         "activation_bytes": demand.beside(demand.context) - demand.weights - demand.overhead, "longest_trained": model.longest,
         "not_matched": [str(refusal) for refusal in model.observed.refusals], "schemes": rows,
-        "recommended": found.scheme, "most_requests": found.most_requests, "reasons": list(found.reasons), "uncounted": UNCOUNTED,
+        "recommended": found.scheme, "python": paste(options, found, demand), "lighter_weights": _lighter(model, demand, options, found),
+        "most_requests": found.most_requests, "reasons": list(found.reasons), "uncounted": UNCOUNTED,
     }
 
 
@@ -129,27 +140,38 @@ def tables(model: Model, demand: Demand, options: Sequence[Option], found: Recom
     parts += [Text(f"refused, stays dense: {refusal}", style="yellow") for refusal in model.observed.refusals]
     if model.longest is not None and demand.context > model.longest:
         parts.append(Text(f"the model was made for {model.longest:,} positions, {demand.context:,} are asked for", style="yellow"))
-    parts.append(_advice(found))
+    parts.append(_reasons(model, demand, options, found))
     parts.append(Text(UNCOUNTED, style="dim"))
     return Group(*parts)
+
+
+def _rows(options: Sequence[Option]) -> list[tuple[Option, str]]:
+    """Return (option, label) for each row of the table; the label of a scheme counts the named settings that share its numbers."""
+    hidden = presets(options)
+    counts = Counter(hidden.values())
+    return [
+        (item, f"{item.label} (+{counts[item.label]})" if counts[item.label] else item.label)
+        for item in options if item.label not in hidden
+    ]
 
 
 def _main_table(demand: Demand, options: Sequence[Option]) -> Table:
     table = Table(
         title=f"{demand.batch} x {demand.context:,} tokens", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD,
         header_style="bold", pad_edge=False,
-        caption="a token: device and host; request, total: on the device; host: pinned memory; needed: everything counted",
+        caption="a token: device and host; request, total: on the device; host: pinned memory; needed: everything counted; "
+        "(+8): so many settings of the scheme have the same numbers",
         caption_justify="left",
     )
     table.add_column("scheme")
     for name in ("a token, B", "request, GB", "total, GB", "host, GB", "of dense", "needed, GB", "largest batch", "longest context"):
         table.add_column(name, justify="right")
-    for item in options:
+    for item, label in _rows(options):
         stores, batch, tokens = item.stores, demand.batch, demand.context
         total, host = stores.device_bytes(batch, tokens), stores.host_bytes(batch, tokens)
         longest = f"{item.longest_context:,}" if item.longest_context < MOST_TOKENS else f"over {MOST_TOKENS:,}"
         table.add_row(
-            escape(item.label), f"{stores.bytes_per_token(tokens):,.0f}", f"{stores.device_bytes(1, tokens) / GB:.3f}",
+            escape(label), f"{stores.bytes_per_token(tokens):,.0f}", f"{stores.device_bytes(1, tokens) / GB:.3f}",
             f"{total / GB:.3f}", f"{host / GB:.3f}" if host else "", f"{(total + host) / stores.dense_bytes(batch, tokens):.1%}",
             f"{demand.needed(stores, batch, tokens) / GB:.1f}", f"{item.largest_batch:,}", longest,
             style="" if item.fits else "dim",
@@ -167,20 +189,30 @@ def _share_table(demand: Demand, options: Sequence[Option]) -> Table:
     for share in StoragePurpose:
         table.add_column(share.value, justify="right")
     table.add_column("growing", justify="right")
-    for item in options:
+    for item, label in _rows(options):
         found = item.stores.shares(demand.batch, demand.context)
         counts = [found.get((share, False), 0) + found.get((share, True), 0) for share in StoragePurpose]
         growing = item.stores.growing_bytes(demand.batch, demand.context)
-        table.add_row(escape(item.label), *(f"{count / 1e6:,.1f}" if count else "" for count in [*counts, growing]))
+        table.add_row(escape(label), *(f"{count / 1e6:,.1f}" if count else "" for count in [*counts, growing]))
     return table
 
 
-def _advice(found: Recommendation) -> RenderableType:
-    lines = Text(f"recommended: {found.scheme or 'nothing'}", style="bold green" if found.scheme else "bold yellow")
-    if found.most_requests not in {None, found.scheme}:
-        lines.append(f"; for the most requests: {found.most_requests}", style="not bold")
-    for reason in found.reasons:
-        lines.append(f"\n  {reason}", style="not bold default")
+def _lighter(model: Model, demand: Demand, options: Sequence[Option], found: Recommendation) -> str:
+    return lighter(options, found, demand, model.weights.nbytes(WeightFormat.INT4))
+
+
+def _reasons(model: Model, demand: Demand, options: Sequence[Option], found: Recommendation) -> RenderableType:
+    """Return the reasons for the recommendation, one a line; settings that share a scheme's numbers are named once."""
+    hidden, lines = presets(options), Text("why:", style="bold")
+    for reason in (*found.reasons, _lighter(model, demand, options, found)):
+        head, colon, listed = reason.partition(": ")
+        names = listed.split(", ")
+        if len(set(names) & hidden.keys()) > 1:
+            kept = [name for name in names if name not in hidden]
+            counts = Counter(hidden[name] for name in names if name in hidden)
+            reason = head + colon + ", ".join([*kept, *(f"{count} settings of {base}" for base, count in counts.items())])  # noqa: PLW2901
+        if reason:
+            lines.append(f"\n  {reason}", style="not bold default")
     return Padding(lines, (0, 0, 1, 0))
 
 

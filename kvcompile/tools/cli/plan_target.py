@@ -60,7 +60,7 @@ def _configuration(text: str) -> Any:
 
 
 def _hollow(text: str, config: Any, context: int, prompt: int, dtype: torch.dtype | None) -> Model:
-    """Return a model built from a configuration without weights, traced. Raises TargetError."""
+    """Return a model that is built from a configuration without weights and traced. Raises TargetError."""
     from transformers import AutoModelForCausalLM, StaticCache
 
     longest = getattr(config, "max_position_embeddings", None)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import enum
 import inspect
+import json
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from rich import box
@@ -23,6 +26,10 @@ from kvcompile.types import Role, SlotSpec, pages_for
 def run(arguments: argparse.Namespace) -> int:
     """Print the table of schemes."""
     dtype = getattr(torch, arguments.dtype)
+    if arguments.json:
+        rows = [scheme_row(kind(), arguments.heads, arguments.head_dim, arguments.layers, dtype, arguments.tokens) for kind in registered()]
+        console().file.write(json.dumps(rows, indent=2) + "\n")
+        return 0
     console().print(scheme_table(arguments.heads, arguments.head_dim, arguments.layers, dtype, arguments.tokens))
     return 0
 
@@ -41,22 +48,36 @@ def scheme_table(heads: int, head_dim: int, layers: int, dtype: torch.dtype, tok
     notes = Table.grid(padding=(0, 2))
     for kind in registered():
         scheme = kind()
-        table.add_row(scheme.name, *_costs(scheme, heads, head_dim, layers, dtype, tokens), _options(scheme))
+        found = _costs(scheme, heads, head_dim, layers, dtype, tokens)
+        cells = ("", "", f"not for {head_dim} channels", "") if found is None else (
+            f"{found.bits:.2f}", size_text(found.token), size_text(found.total), f"{found.share:.1%}",
+        )
+        table.add_row(scheme.name, *cells, _options(scheme))
         notes.add_row(f"[bold]{scheme.name}[/]", f"{escape(_summary(kind))} [dim]({escape(scheme.source)})[/]")
     return Group(table, notes, Text("\nWrite options as int4(group=64)."))
 
 
-def _costs(scheme: Scheme, heads: int, head_dim: int, layers: int, dtype: torch.dtype, tokens: int) -> tuple[str, str, str, str]:
-    """Return bits per value, bytes per token, bytes of ``tokens`` in whole pages, and the share of a dense cache, as text.
+@dataclass(frozen=True)
+class Costs:
+    """Bits per value, bytes per token, bytes of a whole context in whole pages, and the share of a dense cache.
 
     For an adaptive scheme the numbers are those of its budget.
     """
+
+    bits: float
+    token: float
+    total: int
+    share: float
+
+
+def _costs(scheme: Scheme, heads: int, head_dim: int, layers: int, dtype: torch.dtype, tokens: int) -> Costs | None:
+    """Return the costs of a scheme for a shape; None if it cannot hold heads of this size."""
     slots = [SlotSpec(heads, head_dim, dtype, role) for role in Role]
     try:
         for slot in slots:
             scheme.check(slot)
     except SchemeError:
-        return "", "", f"not for {head_dim} channels", ""
+        return None
     if isinstance(scheme, Adaptive):
         token = layers * sum(heads * slot.head_dim * scheme.bits_per_value(slot) / 8 for slot in slots)
         total = int(token * tokens)
@@ -64,7 +85,23 @@ def _costs(scheme: Scheme, heads: int, head_dim: int, layers: int, dtype: torch.
         token = layers * sum(scheme.layout(slot).bytes_per_token(heads) for slot in slots)
         total = layers * sum(scheme.layout(slot).nbytes(pages_for(tokens), 1, heads) for slot in slots)
     bits = sum(scheme.bits_per_value(slot) for slot in slots) / len(slots)
-    return f"{bits:.2f}", size_text(token), size_text(total), f"{token / (2 * layers * heads * head_dim * dtype.itemsize):.1%}"
+    return Costs(bits, token, total, token / (2 * layers * heads * head_dim * dtype.itemsize))
+
+
+def scheme_row(scheme: Scheme, heads: int, head_dim: int, layers: int, dtype: torch.dtype, tokens: int) -> dict[str, Any]:
+    """Return one scheme's row of the table as plain data; the numbers are None if it cannot hold heads of this size."""
+    found = _costs(scheme, heads, head_dim, layers, dtype, tokens)
+    options = {}
+    for option in scheme.options():
+        value = getattr(scheme, option.name)
+        options[option.name] = {"default": str(getattr(value, "value", value)).removeprefix("torch.")}
+        if isinstance(value, enum.Enum):
+            options[option.name]["spellings"] = [item.value for item in type(value)]  # type: ignore[assignment]
+    return {
+        "scheme": scheme.name, "what": _summary(type(scheme)), "source": scheme.source, "tokens": tokens,
+        "bits_per_value": None if found is None else found.bits, "bytes_per_token": None if found is None else found.token,
+        "bytes": None if found is None else found.total, "of_dense": None if found is None else found.share, "options": options,
+    }
 
 
 def _summary(kind: type[Scheme]) -> str:

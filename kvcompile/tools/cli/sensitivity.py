@@ -8,20 +8,21 @@
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from rich import box
-from rich.console import Console
 from rich.markup import escape
-from rich.progress import MofNCompleteColumn, Progress
 from rich.table import Table
 from rich.text import Text
 
+from kvcompile.progress import ProgressLine
 from kvcompile.report import short_scheme
 from kvcompile.schemes import parse
 from kvcompile.tools.cli.console import console
+from kvcompile.tools.cli.interrupt import INTERRUPTED
 from kvcompile.tools.cli.plan_target import ODD
 from kvcompile.tools.cli.subjects import named
 from kvcompile.tools.cli.targets import static_cache
@@ -32,7 +33,7 @@ from kvcompile.tools.planner.sensitivity import Layer, Sensitivity, Trial, layer
 
 @dataclass(frozen=True)
 class DecodingSubject:
-    """A model, its layers, and the tokens to decode."""
+    """A model with its name, its layers, and the trial that decodes tokens with it."""
 
     name: str
     trial: Trial
@@ -43,31 +44,39 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure (or read) the damages, write and print them, and fit a policy if a memory budget is given."""
     names = [short_scheme(parse(item)) for item in arguments.schemes]
     known = None if arguments.read is None else Sensitivity.load(arguments.read)
-    subject = _subject_of(arguments)
+    with ProgressLine("sensitivity") as progress:
+        progress.at("loading the model")
+        subject = _subject_of(arguments)
+    stopped = False
     if known is None:
-        known = _measured(subject, names)
+        known, stopped = _measured(subject, names)
     if arguments.output is not None:
         known.save(arguments.output)
     shown = console()
-    shown.print(table(known))
-    if arguments.memory is not None:
+    if not arguments.json:
+        shown.print(table(known))
+    made = known.plain()
+    if arguments.memory is not None and not stopped:
         tokens = arguments.fit_context or known.prompt + known.steps
         found = fitted(known, arguments.memory, tokens, arguments.fit_batch)
-        with Console(stderr=True).status("measuring the policy"):
+        with ProgressLine("sensitivity") as progress:
+            progress.at("measuring the policy")
             kl = subject.trial.kl(found.policy)
-        shown.print(fit_text(found, kl, tokens, arguments.fit_batch))
-    return 0
+        made["fit"] = fit_json(found, kl, tokens, arguments.fit_batch)
+        if not arguments.json:
+            shown.print(fit_text(found, kl, tokens, arguments.fit_batch))
+    if arguments.json:
+        shown.file.write(json.dumps(made, indent=2) + "\n")
+    return INTERRUPTED if stopped else 0
 
 
-def _measured(subject: DecodingSubject, names: list[str]) -> Sensitivity:
+def _measured(subject: DecodingSubject, names: list[str]) -> tuple[Sensitivity, bool]:
+    """Return the damages, and whether Ctrl-C ended the measurement before all were known."""
     count = len(names) * sum(len(layer.halves) for layer in subject.layers)
-    with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("sensitivity", total=count)
-
-        def done(what: str) -> None:
-            progress.update(task, advance=1, description=what)
-
-        return measured(subject.name, subject.trial, subject.layers, names, done)
+    with ProgressLine("sensitivity", count) as progress:
+        progress.at("all layers as they are")
+        found = measured(subject.name, subject.trial, subject.layers, names, lambda what: progress.at(what, progress.done + 1))
+    return found, progress.done < count
 
 
 def _subject_of(arguments: argparse.Namespace) -> DecodingSubject:
@@ -91,8 +100,9 @@ def table(known: Sensitivity) -> Table:
     schemes = list(dict.fromkeys(item.scheme for item in known.damages))
     halves = list(dict.fromkeys(half for layer in known.layers for half in layer.halves))
     made = Table(
-        title=f"{known.model}: KL in nats a token, one half of one layer stored in a scheme", title_justify="left", title_style="bold",
-        caption=f"{known.rows} texts, prompts of {known.prompt:,} tokens, {known.steps} predictions each; all layers as they are: "
+        title=f"{known.model}: KL in nats a token, the keys or the values of one layer stored in a scheme",
+        title_justify="left", title_style="bold",
+        caption=f"{known.rows} texts, prompts of {known.prompt:,} tokens, {known.steps} predictions each; no layer compressed: "
         f"{known.floor:.1e}", caption_justify="left", box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False,
     )
     made.add_column("layer")
@@ -107,6 +117,12 @@ def table(known: Sensitivity) -> Table:
     ]
     made.add_row("sum", *(f"{total:.1e}" for total in sums), style="bold")
     return made
+
+
+def fit_json(found: Fitted, kl: float, tokens: int, batch: int) -> dict[str, Any]:
+    """Return a fitted policy as plain data."""
+    policy = {path: {"k": short_scheme(pair.k), "v": short_scheme(pair.v)} for path, pair in found.policy.pairs}
+    return {"bytes": found.nbytes, "batch": batch, "context": tokens, "kl_by_sum": found.damage, "kl_measured": kl, "policy": policy}
 
 
 def fit_text(found: Fitted, kl: float, tokens: int, batch: int) -> Text:

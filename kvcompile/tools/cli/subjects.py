@@ -14,12 +14,13 @@ import torch
 from kvcompile.errors import BadBatch, BadEvaluation, TargetError
 from kvcompile.extensions.beyond.learning.text import documents
 from kvcompile.tools.cli.packaged import PACKAGED, gguf_file
+from kvcompile.tools.cli.shipped import examples, require
 from kvcompile.tools.cli.targets import TargetOptions, quiet, resolve, silent_bars, static_cache
 from kvcompile.tools.evaluation.corpus import Passage, own_passages
 from kvcompile.tools.evaluation.subject import AnswerRule, Span, Subject, TokenWriting
 from kvcompile.tools.evaluation.tasks import BYTES
 
-TINYLM = Path(__file__).resolve().parents[3] / "examples" / "tinylm"
+TINYLM = examples() / "tinylm"
 SHIPPED = {"tinylm": TINYLM, "tinylm-16k": TINYLM.with_name("tinylm_16k")}
 """Byte-level models in the repository, by the names that commands take."""
 TRAINED = ("needle", "multikey", "variable")
@@ -46,8 +47,8 @@ def tinylm(
 
     Raises TargetError.
     """
-    if not (TINYLM / "codec.py").is_file():
-        raise TargetError(found=str(TINYLM), why="it is not tinylm's folder; eval of tinylm runs from a clone of the repository")
+    for shipped in {TINYLM, folder} & {TINYLM, *SHIPPED.values()}:
+        require(shipped)
     if str(TINYLM.parent) not in sys.path:
         sys.path.insert(0, str(TINYLM.parent))
     codec, corpus = import_module("tinylm.codec"), import_module("tinylm.corpus")
@@ -100,7 +101,7 @@ def joined(data: Sequence[Path]) -> str:
 
 
 def read_passages(data: Sequence[Path]) -> tuple[Passage, ...]:
-    """Return the text of each file as a kind of its own, named after the file. Raises BadEvaluation if one cannot be read."""
+    """Return the text of each file as one passage, whose kind is named after the file. Raises BadEvaluation if one cannot be read."""
     return tuple(Passage(path.stem, joined([path])) for path in data)
 
 

@@ -1,4 +1,4 @@
-"""Survey: tries many architectures, each in a process of its own, so that a crash or a hang in one does not stop the others.
+"""Survey: tries many architectures, each in its own process, so that a crash or a hang in one does not stop the others.
 
 Processes are forked from a server that has imported the libraries once. A process sends each case when it is done; one that crashes or
 exceeds its time loses only the cases that it had not sent.
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcompile.files.json_file import read_json
+from kvcompile.tools.cli.interrupt import ignore_interrupts
 from kvcompile.tools.cli.trial import Case, CaseOutcome, TrialSettings, cases
 
 
@@ -66,6 +67,7 @@ def _work(pipe: Any, name: str, caches: Sequence[str], attentions: Sequence[str]
     """Run all cases of one architecture and send each through ``pipe``; the body of its process."""
     import torch
 
+    ignore_interrupts()
     torch.set_num_threads(1)
     # The cases already contain the backend's and Dynamo's warnings.
     logging.getLogger("kvcompile").setLevel(logging.ERROR)
@@ -84,19 +86,26 @@ def _context() -> Any:
 
 
 def conduct(survey: Survey, started: Callable[[str], None] = lambda name: None) -> Iterator[list[Case]]:
-    """Yield the cases of each architecture when it is done; ``started`` is called with its name before."""
+    """Yield the cases of each architecture when it is done; ``started`` is called with its name before.
+
+    Processes that still run when the caller stops are ended.
+    """
     context, waiting, running = _context(), deque(survey.architectures), list[_Job]()
-    while waiting or running:
-        while waiting and len(running) < max(1, survey.jobs):
-            name = waiting.popleft()
-            started(name)
-            running.append(_start(context, name, survey))
-        multiprocessing.connection.wait([job.pipe for job in running], timeout=1.0)
-        for job in list(running):
-            finished = _collect(job)
-            if finished or time.monotonic() - job.started > survey.timeout:
-                running.remove(job)
-                yield _closed(job, survey, finished)
+    try:
+        while waiting or running:
+            while waiting and len(running) < max(1, survey.jobs):
+                name = waiting.popleft()
+                started(name)
+                running.append(_start(context, name, survey))
+            multiprocessing.connection.wait([job.pipe for job in running], timeout=1.0)
+            for job in list(running):
+                finished = _collect(job)
+                if finished or time.monotonic() - job.started > survey.timeout:
+                    running.remove(job)
+                    yield _closed(job, survey, finished)
+    finally:
+        for job in running:
+            job.process.kill()
 
 
 def _start(context: Any, name: str, survey: Survey) -> _Job:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import difflib
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress
-
-from kvcompile.errors import FileUnfit, TargetError
+from kvcompile.errors import FileUnfit, NothingToMeasure, TargetError
 from kvcompile.passes.plan.policy import policy_of
+from kvcompile.progress import ProgressLine
+from kvcompile.spelling import nearest
 from kvcompile.tools.cli.architectures import names
 from kvcompile.tools.cli.console import console
+from kvcompile.tools.cli.interrupt import INTERRUPTED
 from kvcompile.tools.cli.survey import Survey, conduct, read_cases, untried
 from kvcompile.tools.cli.survey_table import about, as_csv, survey_table
 from kvcompile.tools.cli.trial import TrialSettings
@@ -22,29 +22,45 @@ from kvcompile.tools.cli.trial import TrialSettings
 
 def run(arguments: argparse.Namespace) -> int:
     """Try the requested architectures that are not known yet, and print the table."""
+    if importlib.util.find_spec("transformers") is None:
+        raise NothingToMeasure(
+            expected="the architectures of transformers", found="that transformers is not installed", todo="pip install 'kvcompile[hf]'",
+        )
     known = names()
     strange = sorted(set(arguments.archs) - set(known))
     if strange:
-        near = " or ".join(difflib.get_close_matches(strange[0], known, n=3))
+        near = " or ".join(nearest(strange[0], known, 3))
         raise TargetError(found=strange[0], why="transformers has no such architecture" + (f", did you mean {near}?" if near else ""))
     policy_of(arguments.scheme)
     settings = TrialSettings(arguments.scheme, tuple(int(item) for item in arguments.rows), steps=arguments.steps, layers=arguments.layers)
     done = [case for path in arguments.known for case in _known_cases(path)]
     waiting = untried(arguments.archs or known, arguments.caches, arguments.attention, done)
     survey = Survey(waiting, tuple(arguments.caches), tuple(arguments.attention), settings, arguments.timeout, arguments.jobs)
-    with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("survey", total=len(survey.architectures))
-        for cases in conduct(survey, lambda name: progress.update(task, description=name)):
-            done += cases
-            progress.advance(task)
-            if arguments.json is not None:
-                # Written after each architecture, so that stopping the command keeps the results so far.
-                arguments.json.write_text(json.dumps([case.plain() for case in done], indent=1) + "\n")
-    console().print(survey_table(done))
+    count, stopped = 0, False
+    with ProgressLine("survey", len(survey.architectures)) as progress:
+        try:
+            for cases in conduct(survey, progress.at):
+                done += cases
+                count += 1
+                progress.at(progress.doing, count)
+                if isinstance(arguments.json, Path):
+                    # Written after each architecture, so that stopping the command keeps the results so far.
+                    arguments.json.write_text(_as_json(done))
+        except KeyboardInterrupt:
+            stopped = True
+    if arguments.json is True:
+        console().file.write(_as_json(done))
+    else:
+        console().print(survey_table(done))
     if arguments.csv is not None:
         arguments.csv.write_text(as_csv(done))
-        console().print(about(survey))
-    return 0
+        if arguments.json is not True:
+            console().print(about(survey))
+    return INTERRUPTED if stopped else 0
+
+
+def _as_json(done: list[Any]) -> str:
+    return json.dumps([case.plain() for case in done], indent=1) + "\n"
 
 
 def _known_cases(path: str) -> list[Any]:

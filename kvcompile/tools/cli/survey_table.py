@@ -72,7 +72,7 @@ def summary(cases: Sequence[Case]) -> str:
 
 
 def in_words(counts: Mapping[CaseOutcome, int]) -> str:
-    """Return a sentence: how many of the architectures that apply are rewritten at every site, from the number of each outcome."""
+    """Return a sentence that states how many architectures are rewritten at every site, out of those that apply; ``counts``: by outcome."""
     inside = {outcome: count for outcome, count in counts.items() if not outcome.outside}
     total, whole = sum(inside.values()), inside.get(CaseOutcome.REWRITTEN, 0)
     share = f" ({whole / total:.1%})" if total else ""

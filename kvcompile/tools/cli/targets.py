@@ -11,7 +11,6 @@ transformers is imported only when such a target is used.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import enum
 import importlib.util
 import logging
@@ -27,6 +26,7 @@ import torch
 
 from kvcompile.errors import TargetError
 from kvcompile.passes.graph.dynamo import tree_map
+from kvcompile.spelling import nearest
 from kvcompile.tools.cli.packaged import gguf_file, require_readers
 from kvcompile.tools.cli.shrink import tiny_config
 
@@ -43,10 +43,10 @@ class CacheKind(enum.Enum):
 
 @dataclass(frozen=True)
 class TargetOptions:
-    """How a target is built.
+    """Options for building a target: cache, attention implementation, dtype and device.
 
-    ``attention``: implementation in transformers; None for its default.
-    ``dtype``: None keeps a checkpoint's own and makes new models bfloat16.
+    ``attention``: implementation in transformers; None for its default. ``dtype``: None keeps a checkpoint's own and makes new models
+    bfloat16.
     """
 
     cache: CacheKind = CacheKind.DYNAMIC
@@ -109,7 +109,7 @@ def _tiny(text: str, options: TargetOptions) -> Target:
 
     name = text.removeprefix("hf:")
     if name not in CONFIG_MAPPING:
-        near = difflib.get_close_matches(name, list(CONFIG_MAPPING), n=3)
+        near = nearest(name, list(CONFIG_MAPPING), 3)
         hint = f", did you mean {' or '.join(f'hf:{item}' for item in near)}?" if near else ""
         raise TargetError(found=text, why=f"transformers has no model type {name!r}{hint}")
     torch.manual_seed(0)
@@ -221,7 +221,7 @@ def _function(text: str, path: Path, name: str) -> Callable[[], Any]:
     if callable(found):
         return found
     functions = [key for key, value in vars(module).items() if callable(value) and getattr(value, "__module__", "") == path.stem]
-    near = difflib.get_close_matches(name, functions, n=1)
+    near = nearest(name, functions)
     raise TargetError(found=text, why=f"{path} has no function {name!r}{f', did you mean {near[0]!r}?' if near else ''}")
 
 

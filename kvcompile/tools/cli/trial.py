@@ -51,13 +51,15 @@ class CaseOutcome(enum.Enum):
 
     @property
     def outside(self) -> bool:
-        """Whether the outcome says nothing about this backend."""
+        """Whether the outcome does not depend on this backend: no attention over a cache, or the model or stock torch.compile fails."""
         return self in {CaseOutcome.NO_CACHE, CaseOutcome.NOT_CAPTURED, CaseOutcome.NOT_RUN}
 
 
 @dataclass(frozen=True)
 class TrialSettings:
-    """How every case is run: batch sizes, prompt length, steps, layers; the scheme tried after ``dense`` and its error limit ``bound``."""
+    """Settings for running every case: batch sizes, prompt length, steps, layers; the scheme tried after ``dense`` and its error limit
+    ``bound``.
+    """
 
     scheme: str = "int8"
     rows: tuple[int, ...] = (1, 3)
@@ -173,7 +175,9 @@ def _at_batch(subject: TinyModel, case: Case, rows: int, settings: TrialSettings
 
 
 def _sensitivity(subject: TinyModel, case: Case, rows: int, settings: TrialSettings, plain: TrialRun) -> float:
-    """Return how far the uncompiled model's logits move under the scheme's rounding; 0 if the scheme is not token-wise."""
+    """Return how far the uncompiled model's logits move if keys and values are rounded as by the scheme; 0 if the
+    scheme is not token-wise.
+    """
     scheme = schemes.parse(settings.scheme)
     if not scheme.by_token:
         return 0.0
@@ -206,7 +210,7 @@ def _more(ours: TrialRun, stock: TrialRun) -> bool:
 
 
 def _noted(case: Case, owner: Backend) -> Case:
-    """Return the case with the sites and refusals of a backend's graphs, each refusal once."""
+    """Return the case with the numbers of sites and the refusals of a backend's graphs added, each refusal once."""
     graphs = owner.graphs
     refusals = [refusal for graph in graphs for refusal in graph.refusals]
     unique = {(refusal.path, refusal.reason): refusal for refusal in refusals}

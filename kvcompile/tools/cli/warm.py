@@ -1,4 +1,4 @@
-"""Warm: imported once by the server from which a survey's processes are forked, to load the libraries."""
+"""Warm: imports the libraries that a survey needs. The server from which the survey's processes are forked imports this module once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adaptation: an adaptive scheme's widths and importance of the tokens of one length's first text, as plain data for JSON.
+"""Adaptation: the widths and importance that an adaptive scheme gave to tokens, for one length of prompts, as plain data for JSON.
 
 ``Watch`` reads the stores between decode steps through the backend. It names no scheme and adds nothing to a step.
 """
@@ -25,7 +25,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Adaptation:
-    """Widths and importance of one length's tokens.
+    """Widths and importance of the tokens of texts with one length of prompt.
 
     ``layers``: module paths.
     ``keys``, ``values``: one text per layer, one character of ``DIGITS`` for the bits of each token of the first text, after decoding.
@@ -33,7 +33,7 @@ class Adaptation:
     ``steps``: decode steps after which importance was read.
     ``importance``: for each of these, the mean over layers and over ``span`` positions of the first text, relative to the mean of its
         tokens. The last span may be shorter; spans without tokens are missing.
-    ``decided``: those of these steps since whose predecessor a layer's widths were decided anew.
+    ``decided``: the entries of ``steps`` at which some layer's widths had been decided anew since the entry before.
     """
 
     length: int
@@ -71,7 +71,9 @@ class Watch:
             yield item
 
     def _look(self, number: int) -> None:
-        """Record the importance of stored tokens after step ``number``, and the step if widths were chosen in it."""
+        """Record the importance of stored tokens after step ``number``, and the step itself if widths were decided
+        since the last reading.
+        """
         found = [(item, rows) for item in self.owner.stored_tokens() if item.count and (rows := item.attended) is not None]
         if not found:
             return
@@ -86,7 +88,7 @@ class Watch:
         self.importance.append(tuple(float(f"{float(each.mean()):.4g}") for each in spans))
 
     def adaptation(self) -> Adaptation | None:
-        """Return what was read, with the tokens' final widths; None if no store is adaptive."""
+        """Return the readings, with the tokens' final widths, as a record; None if no store is adaptive."""
         held = [item for item in self.owner.stored_tokens() if item.count]
         if not held or not self.steps:
             return None
@@ -100,7 +102,7 @@ class Watch:
 
 
 def _texts(bits: list[torch.Tensor]) -> tuple[str, ...]:
-    """Return one character per token for the first row of each layer."""
+    """Return one text per layer, with one character for the bits of each token of the first row."""
     return tuple("".join(DIGITS[each] for each in rows[0].tolist()) for rows in bits)
 
 

@@ -2,7 +2,7 @@
 
 Every scheme runs as in use: prompts are prefilled through the compiled model into an empty cache; then single tokens, beginning with the
 prompt's last one, are decoded over it. The reference is the uncompiled model, which answers through a cache of its own and predicts without
-one. Caches of all lengths have one capacity, so a scheme compiles one graph for each length's prompt and one for all steps.
+one. Caches for all lengths of prompts have one capacity, so a scheme compiles one graph for each length's prompt and one for all steps.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import torch
 from kvcompile.backend import Backend, backend
 from kvcompile.errors import BadEvaluation
 from kvcompile.passes.graph.dynamo import many_versions
-from kvcompile.report import short_scheme
-from kvcompile.schemes import parse
+from kvcompile.report import short_text
 from kvcompile.settings import Inner
 from kvcompile.tools.evaluation.adaptation import Adaptation, Watch
 from kvcompile.tools.evaluation.decoding import answers, forced, last_only
@@ -37,12 +36,11 @@ MOST_GRAPHS = 64
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured.
+    """How much is measured: lengths, numbers of texts and questions, tasks.
 
-    ``lengths``: of prompts, in the subject's units. ``tail``: tokens decoded after each text.
-    ``batch``: number of texts, and of questions that run at a time. ``questions``: per task and length.
-    ``keys``: lines whose keys share a half, for tasks that have them. ``depths``: used in turn; drawn at random if empty.
-    ``attention``: whether to measure the outputs of attention modules too.
+    ``lengths``: of prompts, in the subject's units. ``tail``: tokens decoded after each text. ``batch``: number of texts, and of questions
+    that run at a time. ``questions``: per task and length. ``keys``: lines whose keys share one of their two words, for tasks that have
+    them. ``depths``: used in turn; drawn at random if empty. ``attention``: whether to measure the outputs of attention modules too.
     """
 
     lengths: tuple[int, ...] = (2000,)
@@ -101,14 +99,14 @@ class Bench:
         return torch.cat([call.logits[:, -self.effort.tail :] for call in calls])
 
     def reference(self) -> Measured:
-        """Return the figures and answers of the uncompressed model with an uncompressed cache."""
+        """Measure the uncompressed model with an uncompressed cache: the losses of its texts, and its answers."""
         started = time.perf_counter()
         texts = tuple(self._text(length, self.logits[length].unbind(1)) for length in self.effort.lengths)
         said = tuple(item for length in self.effort.lengths for item in self._answers(self.subject.model, length, DENSE))
         return Measured(DENSE, texts, answers=said, seconds=time.perf_counter() - started)
 
     def measure(self, scheme: object, label: str | None = None) -> Measured:
-        """Return the figures of one scheme; ``label`` None: the scheme as text."""
+        """Measure the model under one scheme: losses and KL of texts, answers, bytes; ``label`` None: the scheme as text."""
         label, started = label or str(scheme), time.perf_counter()
         # Code compiled for an earlier scheme would count toward Dynamo's limit of versions.
         torch.compiler.reset()
@@ -130,7 +128,7 @@ class Bench:
         )
 
     def _decoded(self, model: Any, owner: Backend, length: int, label: str) -> tuple[Text, Held, Adaptation | None]:
-        """Return the figures of one length's texts, the bytes of their cache after decoding, and the widths of an adaptive scheme."""
+        """Decode one length's texts; return their losses and KL, the bytes of their cache after it, and an adaptive scheme's widths."""
         self.report(f"{label}: texts of {length:,} {self.subject.unit}")
         # An unreferenced cache that the collector has not freed would be counted too.
         gc.collect()
@@ -142,7 +140,7 @@ class Bench:
         return text, Held(length, live.allocated, live.dense), watch.adaptation()
 
     def _text(self, length: int, steps: Any) -> Text:
-        """Return the figures of a tail; ``steps`` yields its logits [B, V]."""
+        """Return bits per byte, KL and agreement over the last tokens of the texts of ``length``; ``steps`` yields their logits [B, V]."""
         ids, prompt, tail = self.ids[length], len(self.subject.start) + length, self.effort.tail
         nats = torch.zeros(len(ids), dtype=torch.float64, device=ids.device)
         kl, same = torch.zeros_like(nats), torch.zeros(len(ids), dtype=torch.int64, device=ids.device)
@@ -179,10 +177,10 @@ class Bench:
 
 
 def _options(task: str, effort: Effort) -> dict[str, int]:
-    """Return options of a task's plan that differ from the plan's defaults."""
+    """Return the options of a task's plan that ``effort`` sets to other values than the plan's defaults."""
     return {"keys": effort.keys} if task in KEYED and effort.keys != Effort.keys else {}
 
 
 def labels(names: Sequence[str]) -> list[tuple[str, str]]:
     """Return (scheme as given, label) of each name. Raises a SchemeError for a name of no scheme."""
-    return [(name, short_scheme(parse(name))) for name in names]
+    return [(name, short_text(name)) for name in names]

@@ -19,7 +19,10 @@ Model = Callable[..., Any]
 
 
 def last_only(model: Any) -> dict[str, int]:
-    """Return the call options that make a model return logits of its last token only, or {} if it has none: a prompt's logits are large."""
+    """Return the keyword arguments that make a model return logits of the last token only, {} if its forward has no such argument.
+
+    Logits of all tokens of a prompt take much memory.
+    """
     forward = getattr(model, "forward", model)
     return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(forward).parameters else {}
 
@@ -33,7 +36,7 @@ def forced(model: Model, ids: torch.Tensor, prompt: int, cache: Any, options: di
 
 
 def packed(part: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous copy of a slice: Dynamo would compile a graph of its own for other strides."""
+    """Return a contiguous copy of a slice: for other strides Dynamo would compile another graph."""
     return part.clone(memory_format=torch.contiguous_format)
 
 

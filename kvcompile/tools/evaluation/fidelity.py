@@ -23,7 +23,7 @@ Outputs = dict[str, list[torch.Tensor]]
 
 
 def first_tensor(output: Any) -> torch.Tensor | None:
-    """Return a module's result if it is a tensor, or the first item of a tuple if that is one; else None."""
+    """Return a module's result if it is a tensor, or the first item of a tuple or list if that is one; else None."""
     first = output[0] if isinstance(output, (tuple, list)) and output else output
     return first if isinstance(first, torch.Tensor) else None
 
@@ -50,7 +50,7 @@ def heard(model: Any, paths: Sequence[str]) -> Iterator[Outputs]:
 
 
 def modules(model: Any, paths: Sequence[str]) -> list[str]:
-    """Return the paths of modules that the model has, without repeats."""
+    """Return those of ``paths`` at which the model has a module, without repeats."""
     known = {name for name, _ in model.named_modules() if name}
     return [path for path in dict.fromkeys(paths) if path in known]
 
@@ -78,7 +78,7 @@ def errors(found: dict[str, torch.Tensor], dense: dict[str, torch.Tensor], lengt
 
 
 def decibels(signal: float, noise: float) -> float:
-    """Return the signal-to-noise ratio in decibels; 300 without noise, since JSON has no infinity."""
+    """Return the ratio of ``signal`` to ``noise``, two powers, in decibels; 300 if there is no noise, since JSON has no infinity."""
     return 300.0 if noise == 0 else 10 * math.log10(max(signal, 1e-300) / noise)
 
 

@@ -44,7 +44,7 @@ class CompressedModel:
         prefix = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         if prefix is None:
             raise BadEvaluation(
-                setting="the tokenizer", expected="one with a start or an end token, which stands in for an empty context", found="neither",
+                setting="the tokenizer", expected="one with a start or an end token, which replaces an empty context", found="neither",
                 todo="set tokenizer.bos_token",
             )
         self.model, self.tokenizer, self.max_length, self.prefix, self.new_cache = model, tokenizer, found, int(prefix), cache
@@ -118,7 +118,7 @@ class CompressedModel:
 
     @torch.no_grad()
     def _said(self, context: str, options: dict[str, Any]) -> str:
-        """Return the greedy continuation of a context."""
+        """Return the greedy continuation of a context as text."""
         if options.get("do_sample") and options.get("temperature", 1.0) > 0:
             expected = "False: answers are decoded greedily"
             raise BadEvaluation(setting="do_sample", expected=expected, found=True, todo="change the task's settings")
@@ -142,7 +142,11 @@ class CompressedModel:
 
 
 def windows(tokens: Sequence[int], prefix: int, length: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield (context, part) of at most ``length`` input tokens, with each token in one part; the last has a full context."""
+    """Yield (context, part) for each part of ``tokens``: at most ``length`` tokens to predict, and the tokens that come before them.
+
+    A model reads both but for the last token, so ``length`` tokens at most. The first context is the start token ``prefix``; later ones are
+    the token before the part, and for the last part as many tokens as fit.
+    """
     if tokens:
         yield [prefix], list(tokens[:length])
     for at in range(length, len(tokens), length):

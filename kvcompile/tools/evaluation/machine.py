@@ -1,4 +1,4 @@
-"""Machine: device, cores and versions of a run, for its folder."""
+"""Machine: the device, cores and versions that a run of evaluation used, to be written with its results."""
 
 from __future__ import annotations
 

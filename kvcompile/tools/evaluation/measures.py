@@ -12,11 +12,11 @@ from kvcompile.tools.evaluation.statistics import Proportion
 
 @dataclass(frozen=True)
 class Text:
-    """Predictions after prompts of one length, one number per text.
+    """Measures of predictions after prompts of ``length`` tokens; each tuple has one number per text.
 
-    ``bits``: per byte. ``kl``: nats per token, from the uncompressed model.
-    ``same``: of ``predictions``, those with the same likeliest token as the uncompressed model.
-    ``kinds``: kind of each text, such as prose or code; empty if a run has one kind.
+    ``bits``: cross-entropy in bits per byte. ``kl``: divergence from the uncompressed model, nats per token. ``same``: of ``predictions``,
+    those with the same likeliest token as the uncompressed model. ``kinds``: kind of each text, such as prose or code; empty if a run has
+    one kind.
     """
 
     length: int
@@ -40,7 +40,7 @@ class LayerError:
 
 @dataclass(frozen=True)
 class Answer:
-    """One question's outcome; ``score``: share of the answer's parts that were said."""
+    """One question's outcome under one scheme; ``score``: share of the answer's parts that the model gave."""
 
     question: str
     task: str
@@ -98,7 +98,7 @@ class Measured:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Kinds of the texts, in order."""
+        """Kinds of the texts, each once, in order of first appearance."""
         return tuple(dict.fromkeys(kind for text in self.texts for kind in text.kinds))
 
     def figures(self, name: str, kind: str, length: int | None = None) -> list[float]:
@@ -110,26 +110,26 @@ class Measured:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes allocated at the longest length."""
+        """Bytes allocated at the longest length; 0 if no text was decoded."""
         return max(self.held, key=lambda item: item.length).allocated if self.held else 0
 
     @property
     def dense_bytes(self) -> int:
-        """Bytes of a dense cache at the longest length."""
+        """Bytes of a dense cache at the longest length; 0 if no text was decoded."""
         return max(self.held, key=lambda item: item.length).dense if self.held else 0
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """Tasks of the answers, in order."""
+        """Tasks of the answers, each once, in order of first appearance."""
         return tuple(dict.fromkeys(item.task for item in self.answers))
 
     def share(self, task: str | None = None, length: int | None = None, depth: float | None = None) -> Proportion:
-        """Return the share of right answers, of one task, length and depth; None: of all."""
+        """Return the share of right answers to one task's questions, at one length and depth; None for any task, length or depth."""
         picked = [item.right for item in self.picked(task, length) if depth is None or item.depth == depth]
         return Proportion(sum(picked), len(picked))
 
     def picked(self, task: str | None = None, length: int | None = None) -> list[Answer]:
-        """Return the answers of a task and a length; None: of all."""
+        """Return the answers of one task and one length; None for any task or length."""
         return [item for item in self.answers if task in {None, item.task} and length in {None, item.length}]
 
 
@@ -139,5 +139,5 @@ def mean(values: Sequence[float]) -> float:
 
 
 def plain(item: Any) -> dict[str, Any]:
-    """Return the fields of a record, for JSON."""
+    """Return a record's fields as a dict, for JSON."""
     return dict(vars(item))

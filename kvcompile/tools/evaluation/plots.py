@@ -55,14 +55,23 @@ def check(to: Path) -> None:
         raise BadEvaluation(setting="--plot", expected=f"a folder or a file of {', '.join(SUFFIXES)}", found=to, todo="name one of these")
 
 
-def draw_file(results: Results, to: Path) -> Path | None:
-    """Draw the widths of adaptive schemes into a file, or into a folder under ``NAME``; return the path, None if there are none."""
-    if not rows_of(results):
-        return None
-    file = to if to.suffix.lower() in SUFFIXES and not to.is_dir() else to / NAME
-    file.parent.mkdir(parents=True, exist_ok=True)
-    draw_widths(results, file)
-    return file
+def draw_file(results: Results, to: Path) -> list[Path]:
+    """Draw quality against bytes for every scheme, and the widths of adaptive schemes; return the paths, none without schemes.
+
+    A folder gets ``bytes.png`` and ``NAME``. A file gets the widths if there are any, with the other picture beside it
+    (``name.bytes.png``), else quality against bytes.
+    """
+    if not results.schemes:
+        return []
+    into_file = to.suffix.lower() in SUFFIXES and not to.is_dir()
+    widths = (to if into_file else to / NAME) if rows_of(results) else None
+    quality = to / "bytes.png" if not into_file else to if widths is None else to.with_suffix(f".bytes{to.suffix}")
+    quality.parent.mkdir(parents=True, exist_ok=True)
+    by_bytes(results, quality)
+    if widths is None:
+        return [quality]
+    draw_widths(results, widths)
+    return [widths, quality]
 
 
 def _axes(columns: int) -> tuple[Any, list[Any]]:

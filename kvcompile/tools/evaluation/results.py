@@ -27,7 +27,9 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Compared:
-    """One scheme against the uncompressed model: means over texts with bootstrap intervals, and outcomes of the same questions."""
+    """The comparison of one scheme with the uncompressed model: means over texts with bootstrap intervals, and outcomes of the same
+    questions.
+    """
 
     kl: Mean
     bits: Mean
@@ -46,10 +48,10 @@ class Compared:
 
 @dataclass(frozen=True)
 class PairedComparison:
-    """One scheme against another on the same texts and questions.
+    """The comparison of one scheme with another on the same texts and questions.
 
     ``kl``, ``bits``: the scheme's minus the other's, nats per token and bits per byte, means over texts with bootstrap intervals.
-    ``paired``: outcomes by task, and under ``all`` for all tasks; lost: the other alone was right.
+    ``paired``: outcomes by task, and under ``all`` for all tasks; a question that only the other scheme answered right counts as lost.
     """
 
     kl: Mean
@@ -89,7 +91,7 @@ class Results:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Lengths of prompts, in order."""
+        """Lengths of prompts, in the order in which texts were measured."""
         return tuple(text.length for text in self.reference.texts)
 
     def compared(self, scheme: Measured) -> Compared:
@@ -208,6 +210,6 @@ def measured_plain(item: Measured) -> dict[str, Any]:
 
 
 def _known(row: Any) -> Any:
-    """Return a row of the file without the summaries that ``Results.plain`` adds to records."""
+    """Return a row of the file without the summaries that ``Results.plain`` adds to the records in it."""
     names = {field.name for field in dataclasses.fields(Measured)}
     return {name: value for name, value in row.items() if name in names} if isinstance(row, dict) else row

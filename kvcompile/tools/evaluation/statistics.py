@@ -38,7 +38,7 @@ class Proportion:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Lower and upper end of the interval."""
+        """(Lower, upper) end of Wilson's 95% interval of the share."""
         return wilson(self.hits, self.trials)
 
     def plain(self) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class Paired:
 
     @property
     def p(self) -> float:
-        """McNemar's exact p."""
+        """The two-sided p of McNemar's exact test, from the questions that exactly one model answered right."""
         return mcnemar(self.lost, self.won)
 
     def plain(self) -> dict[str, Any]:

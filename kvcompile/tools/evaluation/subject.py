@@ -1,6 +1,7 @@
 """Subject: a model for evaluation with its way of writing text as ids, real text for prompts, and empty caches.
 
-Prompts of tinylm are bytes after a start token; prompts of other models are ids of their tokenizer. One definition plants both.
+Prompts of tinylm are bytes after a start token; prompts of other models are ids of their tokenizer. The same code builds the questions of
+both: ``posed`` in ``tasks``, through the ``writing`` of a subject.
 """
 
 from __future__ import annotations
@@ -23,7 +24,11 @@ TOKEN_SNAP = 48
 
 
 class AnswerRule(enum.Enum):
-    """The rule for a right answer: equal to the expected line, or containing all of its parts (RULER's rule)."""
+    """The rule by which an answer counts as right.
+
+    LINE: its first line, which must end, equals the expected line (its parts in any order if the task has none). PARTS, RULER's rule: it
+    contains all parts of the line, in any case.
+    """
 
     LINE = "line"
     PARTS = "parts"
@@ -158,7 +163,7 @@ class Subject:
 
 
 class TokenWriting:
-    """Prompts of a tokenizer's ids; ``encode``: returns the ids of a text without special tokens; ``text``: returns the text of ids."""
+    """Prompts as ids of a tokenizer; ``encode``: returns the ids of a text without special tokens; ``text``: returns the text of ids."""
 
     unit = "tokens"
 
@@ -179,7 +184,9 @@ class TokenWriting:
         return tuple(item for piece in pieces for item in piece)
 
     def place(self, raw: tuple[int, ...], offset: int) -> int:
-        """Return the index after the first token with a line break within ``TOKEN_SNAP``, or the offset if there is none."""
+        """Return the index after the first token with a line break among the ``TOKEN_SNAP`` tokens from ``offset`` on; ``offset`` if there
+        is none.
+        """
         for at in range(offset, min(offset + TOKEN_SNAP, len(raw))):
             if raw[at] not in self.breaks:
                 self.breaks[raw[at]] = "\n" in self.text([raw[at]])

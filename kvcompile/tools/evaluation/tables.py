@@ -105,7 +105,7 @@ def heatmap(rows: Sequence[Measured], task: str, unit: str) -> Table:
 def layer_table(rows: Sequence[Measured]) -> Table:
     """Return a table of the errors of every layer's attention under every scheme, means over lengths."""
     table = _table(
-        "outputs of attention beside the uncompressed model's, decoded tokens",
+        "outputs of attention compared with the uncompressed model's, decoded tokens",
         "signal to noise in decibels, cosine, mean square error; a layer's error holds that of the layers before it",
     )
     table.add_column("module")
@@ -128,7 +128,7 @@ def layer_table(rows: Sequence[Measured]) -> Table:
 def paired_table(results: Results) -> Table:
     """Return a table of outcomes of the same questions under the uncompressed model and each scheme, by task."""
     table = _table(
-        "paired questions: the uncompressed model beside each scheme",
+        "paired questions: the uncompressed model compared with each scheme",
         f"lost: the uncompressed model alone was right; won: the scheme alone; {TESTED}",
     )
     table.add_column("scheme")
@@ -148,7 +148,7 @@ def beside_table(results: Results, base: Measured) -> Table:
     """Return a table of every other scheme against ``base``: differences of KL and bits per byte over texts, and outcomes of questions."""
     name = escape(base.scheme)
     table = _table(
-        f"paired texts and questions: {base.scheme} beside each other scheme",
+        f"paired texts and questions: {base.scheme} compared with each other scheme",
         f"less: the scheme's less that of {name}, nats a token and bits per byte, 95% bootstrap intervals over texts\n"
         f"lost: {name} alone was right; won: the scheme alone; {TESTED}",
     )
@@ -203,7 +203,7 @@ def telemetry_table(rows: Sequence[Measured]) -> Table:
         elif name.startswith(("rung_", "cause_")) or name == "widened":
             table.add_row(label, *(f"{each[name] / each['head_steps']:.2%}" for each in telemetry))
         elif name in {"keys", "values", "explored"}:
-            table.add_row(f"{label} from originals", *(f"{each[name] / max(1.0, each['blocks']):.1%}" for each in telemetry))
+            table.add_row(f"{label} in full precision", *(f"{each[name] / max(1.0, each['blocks']):.1%}" for each in telemetry))
         elif name.endswith("_found") and any(each[name] for each in telemetry):
             key_or_value = name.removesuffix("_found")
             shares = (f"{each[name] / max(1.0, each[name] + each[key_or_value + '_fetched']):.1%}" for each in telemetry)

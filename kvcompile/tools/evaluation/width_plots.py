@@ -30,7 +30,7 @@ def constant(results: Results) -> list[str]:
 
 
 def draw_widths(results: Results, to: Path) -> None:
-    """Draw four pictures for each scheme and length into a file, in the format of its suffix."""
+    """Draw the four pictures of each scheme and length of prompt into one file, whose suffix selects the format."""
     from matplotlib.figure import Figure
 
     rows = rows_of(results)
@@ -77,7 +77,7 @@ def _short(path: str, number: int) -> str:
 
 
 def _importance(part: Any, axes: Any, item: Adaptation) -> None:
-    """Draw importance, positions across and decode steps down, with ticks at the left edge where widths were decided."""
+    """Draw importance, positions across and decode steps down, with a tick at the left edge for each step at which widths were decided."""
     from matplotlib.colors import LogNorm
 
     spans = max(map(len, item.importance))

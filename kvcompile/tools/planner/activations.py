@@ -23,9 +23,11 @@ from kvcompile.tools.planner.observer import Seen
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes live at once in a prompt, per row; for each moment that may be the largest, bytes per token and bytes per pair of tokens.
+    """The most bytes that are live at the same time in a prompt, per row; for each moment that may be the largest: bytes per token and per
+    pair.
 
-    Pairs are scores and masks of attentions that are not rewritten. Which moment is the largest depends on the length.
+    A pair is one of two tokens of the prompt: attentions that are not rewritten have scores and masks with an entry for each pair. Which
+    moment is the largest depends on the length.
     """
 
     moments: tuple[tuple[float, float], ...] = ()
@@ -35,12 +37,12 @@ class Activations:
         return math.ceil(rows * max((tokens * (each + tokens * pair) for each, pair in self.moments), default=0.0))
 
     def __or__(self, other: Activations) -> Activations:
-        """Return the larger of two, at every length."""
+        """Return activations whose bytes are, at every length, the larger of both."""
         return Activations(_largest([*self.moments, *other.moments]))
 
 
 def _largest(moments: Iterable[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """Return the moments that no other exceeds in both numbers."""
+    """Return the moments that are the largest at some length: those that no other moment exceeds in both numbers."""
     kept: list[tuple[float, float]] = []
     for each, pair in sorted(set(moments), reverse=True):
         if not kept or pair > kept[-1][1]:
@@ -84,7 +86,11 @@ def _owner(node: fx.Node) -> fx.Node:
 
 
 def activations(seen: Seen) -> Activations:
-    """Return the activations of one graph with cached attentions, from the values live after each of its nodes."""
+    """Return the most bytes of intermediate values that are live at once in one traced graph, per token and per pair of tokens.
+
+    From the values that are live after each node; attentions are counted as rewritten, and an entry is kept for each moment that may be the
+    largest at some length.
+    """
     graph = seen.captured.graph
     tokens = max(estimate(site.tokens) for site in seen.matched.sites)
     rows = max(estimate(site.key.batch) for site in seen.matched.sites)

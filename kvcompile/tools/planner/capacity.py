@@ -14,7 +14,7 @@ MOST_ROWS, MOST_TOKENS = 1 << 20, 1 << 26
 
 @dataclass(frozen=True)
 class Demand:
-    """A request for one device, in bytes of that device: its memory, weights and overhead; batch rows, tokens per row, and prompts.
+    """The memory of a device and what it must hold: bytes of weights and overhead, and ``batch`` rows of ``context`` tokens each.
 
     ``activations``: of prompts. ``prefill``: tokens of a row that one call takes, None for all. ``prefill_rows``: rows of that call.
     """
@@ -53,7 +53,7 @@ class Demand:
 def _most(holds: Callable[[int], bool], end: int) -> int:
     """Return the largest number up to ``end`` for which the monotone predicate ``holds``, 0 if it fails for 1."""
     low, high = 0, 1
-    while high < end and holds(high):
+    while high <= end and holds(high):
         low, high = high, high * 2
     if low == 0:
         return 0

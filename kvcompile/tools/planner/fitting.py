@@ -103,7 +103,9 @@ def _nbytes(layer: Layer, pair: Pair, context: int, batch: int) -> int:
 
 
 def _is_key(layer: Layer, slot: SlotSpec) -> bool:
-    """Return whether the scheme of keys stores a slot: it also stores a latent, whose slot has the role of values."""
+    """Return whether the key scheme of a layer stores this slot, which it does for keys and for a latent, whose slot has the role of
+    values.
+    """
     return layer.halves == (CachePart.BOTH,) or slot.role is Role.KEY
 
 
@@ -124,7 +126,7 @@ def _unbeaten(items: Iterable[T], cost: Callable[[T], tuple[int, float]]) -> lis
 
 
 def _thinned(states: list[tuple[int, float, tuple[Pair, ...]]]) -> list[tuple[int, float, tuple[Pair, ...]]]:
-    """Return at most about ``MOST_CHOICES`` states, including both ends."""
+    """Return at most about ``MOST_CHOICES`` of the states (bytes, damage, pairs), including the first and the last."""
     if len(states) <= MOST_CHOICES:
         return states
     step = -(-len(states) // MOST_CHOICES)

@@ -24,8 +24,9 @@ from kvcompile.tools.planner.weights import ModelWeights, counted
 class Model:
     """A traced model.
 
-    ``capacity``: of the static cache that it was traced with, None for a module with caches of its own.
-    ``activations``: over all graphs of the prompt. ``longest``: positions that the model supports, None if it does not say.
+    ``capacity``: slots of the static cache that it was traced with, None for a module with caches of its own. ``activations``: the most
+    bytes of intermediate values live at once, over all graphs of the prompt. ``longest``: positions that the model supports, None if it
+    does not say.
     """
 
     name: str
@@ -74,10 +75,10 @@ def traced(name: str, model: torch.nn.Module, inputs: Any, capacity: int | None 
 
 
 def _remainder(seen: Observation, tensors: list[torch.Tensor], capacity: int | None) -> Remainder:
-    """Return the bytes per batch row of cache tensors that belong to no slot: per token for a tensor with a dim of ``capacity``.
+    """Return the bytes per batch row of the cache tensors that belong to no slot.
 
-    A tensor whose first dim is the traced batch is divided by it; others are held once for each row. Tensors without dims are counters
-    and left out.
+    A tensor with a dim of ``capacity`` counts per token. A tensor whose first dim is the traced batch is divided by it; others are held
+    once for each row. Tensors without dims are counters and left out.
     """
     owned = {id(item.tensor(slot)) for item in seen.graphs for site in item.matched.sites for slot in site.slots}
     # A concatenated cache becomes a new tensor in the call: the result that the slot's graph returned.

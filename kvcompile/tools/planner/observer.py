@@ -39,7 +39,7 @@ class SlotKey:
 
 @dataclass(frozen=True)
 class Seen:
-    """One captured and matched graph, with the call's arguments and the phantoms that it returned."""
+    """One captured and matched graph, with the arguments of its call and the phantoms that it returned."""
 
     captured: Captured
     matched: Matched
@@ -97,7 +97,7 @@ class Observer:
         return lambda *args: list(returned)
 
     def _filled(self, captured: Captured, given: list[Any]) -> Captured:
-        """Return the graph with each cache that an earlier graph created or wrote marked as compressed, as the runtime would have it."""
+        """Return the graph with each cache that an earlier graph created or wrote marked as compressed, as it would be at run time."""
         held = {id(seen.tensor(slot)) for seen in self.graphs for site in seen.matched.sites for slot in site.slots}
         found = (replace(item, compressed=item.compressed or id(given[item.index]) in held) for item in captured.inputs)
         return replace(captured, inputs=tuple(found))

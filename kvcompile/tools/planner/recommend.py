@@ -74,7 +74,7 @@ class Recommendation:
 
 
 def recommend(options: Sequence[Option], demand: Demand, generation: Generation, limit: float) -> Recommendation:
-    """Return the recommendation among ``options``; ``limit``: KL in nats that serving more requests may cost."""
+    """Return which of ``options`` to use, and which serves the most requests; ``limit``: the largest KL, in nats, of the latter."""
     passed = [] if generation.converts_floats else [item.label for item in options if item.e4m3]
     known = [item for item in options if item.damage is not None and item.label not in passed]
     skipped = [f"{', '.join(passed)} passed over: {generation.value} converts eight-bit floats in software"] if passed else []
@@ -139,7 +139,7 @@ def _pace(label: str, found: Speed) -> str:
 
 
 def _unfit(known: Sequence[Option], best: Option, demand: Demand) -> list[str]:
-    """Return a sentence that lists schemes with less damage that do not fit, as a list of one or none."""
+    """Return [a sentence that lists the schemes with less damage than ``best`` that do not fit], or [] if there are none."""
     better = [item for item in known if _kl(item) + _noise(best) < _kl(best) and not item.fits]
     if not better:
         return []

@@ -1,4 +1,5 @@
-"""Sensitivity: measures how far a model's predictions move when the keys or values of one layer are stored in a scheme, all else dense.
+"""Sensitivity: measures how far a model's predictions move when only the keys or values of one layer are stored in a scheme, the rest
+dense.
 
 Measured as in use: tokens are prefilled into an empty cache and the true ones decoded after them, through the compiled cache. The damage is
 the KL divergence, in nats per token, from the uncompiled model without a cache to the compiled one. "KV Cache Quantization: FP8, INT8,
@@ -44,7 +45,9 @@ class CachePart(enum.Enum):
 
 @dataclass(frozen=True)
 class Layer:
-    """One attention: its module path, its slots, the most tokens that it keeps (``end``, None: all), and the parts that can be chosen."""
+    """One attention: its module path, its slots, the most tokens that it keeps (``end``, None: all), and the parts that may have own
+    schemes.
+    """
 
     path: str
     slots: tuple[SlotSpec, ...]
@@ -54,7 +57,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class LayerDamage:
-    """The KL, in nats per token, of one scheme in one part of one layer."""
+    """The KL, in nats per token, with one part of one layer (``half``: keys, values or both) in one scheme and all else dense."""
 
     path: str
     half: CachePart
@@ -83,6 +86,10 @@ class Sensitivity:
 
     def save(self, path: Path) -> None:
         """Write the damages as JSON."""
+        path.write_text(json.dumps(self.plain(), indent=1) + "\n")
+
+    def plain(self) -> dict[str, Any]:
+        """Return the damages as plain data, as ``save`` writes them."""
         layers = [
             {"path": item.path, "end": item.end, "halves": [half.value for half in item.halves], "slots": [
                 {"heads": slot.heads, "head_dim": slot.head_dim, "dtype": str(slot.dtype).removeprefix("torch."), "role": slot.role.value}
@@ -90,11 +97,10 @@ class Sensitivity:
             ]} for item in self.layers
         ]
         damages = [{"path": item.path, "half": item.half.value, "scheme": item.scheme, "kl": item.kl} for item in self.damages]
-        made = {
+        return {
             "format": FORMAT, "model": self.model, "rows": self.rows, "prompt": self.prompt, "steps": self.steps, "floor": self.floor,
             "layers": layers, "damages": damages,
         }
-        path.write_text(json.dumps(made, indent=1) + "\n")
 
     @staticmethod
     def load(path: Path) -> Sensitivity:
@@ -112,7 +118,7 @@ Size = Annotated[int, Range(1)]
 
 @dataclass(frozen=True)
 class SavedSlot:
-    """One slot as stored in the file."""
+    """One slot of a layer in the JSON file that ``Sensitivity.save`` writes and ``Sensitivity.load`` reads."""
 
     heads: Size
     head_dim: Size
@@ -126,7 +132,7 @@ class SavedSlot:
 
 @dataclass(frozen=True)
 class SavedLayer:
-    """One layer as stored in the file."""
+    """One layer in the JSON file of ``Sensitivity.save``: its module path, where its store ends, its parts and its slots."""
 
     path: str
     end: Size | None
@@ -206,10 +212,20 @@ def only(layer: str, pair: Pair) -> Policy:
 def measured(
     name: str, trial: Trial, layers: Sequence[Layer], schemes: Sequence[str], done: Callable[[str], None] = lambda what: None
 ) -> Sensitivity:
-    """Return the damages of every scheme in every part of every layer; ``done`` is called after each. Refused schemes are left out."""
+    """Return the damages of every scheme in every part of every layer; ``done`` is called after each. Refused schemes are left out.
+
+    After the first damage is measured, Ctrl-C returns the damages measured so far.
+    """
     floor = trial.kl(DENSE)
-    damages = tuple(_measured(trial, layers, schemes, done))
-    return Sensitivity(name, tuple(layers), damages, trial.ids.shape[0], trial.prompt, trial.reference.shape[1], floor)
+    damages: list[LayerDamage] = []
+    try:
+        # Not extend: a list that is interrupted keeps what was appended.
+        for found in _measured(trial, layers, schemes, done):
+            damages.append(found)  # noqa: PERF402
+    except KeyboardInterrupt:
+        if not damages:
+            raise
+    return Sensitivity(name, tuple(layers), tuple(damages), trial.ids.shape[0], trial.prompt, trial.reference.shape[1], floor)
 
 
 def _measured(trial: Trial, layers: Sequence[Layer], schemes: Sequence[str], done: Callable[[str], None]) -> Iterator[LayerDamage]:

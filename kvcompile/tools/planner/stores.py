@@ -79,7 +79,7 @@ class StoredSlot:
 
     @staticmethod
     def of(item: SlotPlan, site: Site, kept: bool, capacity: int | None, written: SlotPlan | None) -> StoredSlot:
-        """Return the numbers of a planned slot.
+        """Return the ``StoredSlot`` of a planned slot: its sizes, its scheme and how its store grows.
 
         ``kept``: whether it stays dense. ``capacity``: that of caches as long as the sequence.
         ``written``: the slot's plan in the graph that writes it, for a cache that is written once; else None.
@@ -88,8 +88,7 @@ class StoredSlot:
         if written is not None:
             count = estimate(written.slot.write.count)
             # The runtime sees that a concatenated cache is written once by its count, which differs from the prompt's (``plan._still``).
-            # Equal
-            # counts in the traced call are a coincidence, so they are not compared here.
+            # Equal counts in the traced call are a coincidence, so they are not compared here.
             still = written.slot.kind.facts.grows
             return StoredSlot(site.path, item.spec, scheme, item.layout, written.end, once=count, still=still)
         pooled = item.slot.block_table is not None
@@ -167,7 +166,7 @@ class StoredSlot:
 
 @dataclass(frozen=True)
 class Remainder:
-    """Cache tensors that belong to no slot: bytes per row at any length, and bytes per token of a row."""
+    """The cache tensors that belong to no slot: bytes per row that do not depend on the length, and bytes per token of a row."""
 
     fixed: int = 0
     per_token: int = 0
@@ -227,7 +226,7 @@ class Stores:
 
     @property
     def ends(self) -> tuple[int | None, ...]:
-        """The distinct ends of the stores, None first."""
+        """The distinct capacities up to which stores grow, in order; None, for unbounded growth, comes first."""
         return tuple(sorted({item.end for item in self.stored if item.once is None}, key=lambda end: -1 if end is None else end))
 
 
@@ -239,7 +238,7 @@ def page_symbol(end: int | None) -> sympy.Symbol:
 def planned(observed: Observation, policy: Policy, remainder: Remainder = Remainder(), capacity: int | None = None) -> Stores:
     """Return the stores of a model under a policy; slots that a scheme refuses stay dense and are listed.
 
-    ``capacity``: that of the traced static cache, which stands for the length of the sequence.
+    ``capacity``: of the traced static cache; a slot of this capacity counts as one of the sequence's length.
     """
     found: dict[SlotKey, tuple[SlotPlan, Site]] = {}
     known: dict[SlotKey, tuple[SlotPlan, Site]] = {}

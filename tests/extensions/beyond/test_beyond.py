@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import unittest.mock
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from learned_tables import llama_paths, random_table, random_tables
 
 import kvcompile
 from kvcompile.errors import BadTables, TablesMissing
+from kvcompile.extensions.beyond.storage import read_tables, save_tables
 from kvcompile.extensions.beyond.tables import ModelTables, SiteTables, Table, uniform_levels, uniform_table, uniform_thresholds
 from kvcompile.lowering.ops.append_window import append_window_body
 from kvcompile.lowering.ops.operations import append_body, read_back_body
@@ -225,3 +227,12 @@ def test_in_every_form_of_cache(form: str) -> None:
     heads, groups = found[0].heads, found[0].head_dim // plain.channels(found[0].head_dim)
     assert error(site(uniform_table(4, heads, groups))) == wanted
     assert wanted < error(site(random_table(4, heads, groups, 0))) < 1
+
+
+def test_a_file_of_tables_does_not_hold_a_window(tmp_path: Path) -> None:
+    """A window is how a cache is served, and no part of what was learned."""
+    made = random_tables([""], groups=2)
+    save_tables(dataclasses.replace(made, window=32), tmp_path / "t.safetensors")
+    back = read_tables(tmp_path / "t.safetensors")
+    assert back == made and back.window == 0
+    assert dataclasses.replace(back, window=32).window == 32

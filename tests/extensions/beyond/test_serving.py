@@ -41,7 +41,7 @@ def test_a_model_that_caches_something_else_is_refused(monkeypatch: pytest.Monke
         return sdpa_attention_forward(module, q, k.tanh(), *rest, **given)
 
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", bent)
-    with pytest.raises(ServedOtherwise, match=r"caches something else than it attends to") as raised:
+    with pytest.raises(ServedOtherwise, match=r"caches other values than it attends to") as raised:
         kvcompile.learn(llama(head_dim=32), [ids()], Beyond(2), settings=LearnSettings(steps=1, inner=Inner.EAGER), quiet=True)
     assert float(str(raised.value).split("found ")[1].split()[0]) > 0.5
 

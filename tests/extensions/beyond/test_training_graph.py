@@ -151,7 +151,7 @@ class Encoder(torch.nn.Module):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)
 
 
-@pytest.mark.parametrize(("cross", "why"), [(False, "those behind them"), (True, "5 queries attend to 21 tokens")])
+@pytest.mark.parametrize(("cross", "why"), [(False, "attend to later ones"), (True, "5 queries attend to 21 tokens")])
 def test_attention_that_has_no_cache_is_left_as_it_is(cross: bool, why: str) -> None:
     torch.manual_seed(0)
     model, parameters = Encoder(cross), Parameters(Beyond())

@@ -82,7 +82,7 @@ def test_the_kernel_compiles_offline(capability: int, bits: int, rows: int) -> N
     assert rule is not None
     constants = dict(
         HEADS=8, PAGE=64, D=128, BITS=bits, PARTS=rule.parts, SEGMENTS=rule.segments, GROUP=rule.group, ULP=2.0**-10, TINY=2.0**-24,
-        ROWS=rows,
+        ROWS=rows, SKIP=0,
     )
     pointers = {"X": "*bf16", "CODES": "*u8", "SCALES": "*fp16", "ZEROS": "*fp16", "POS": "*i64", "TABLE": "*fp32"}
     names = append_thresholds.arg_names

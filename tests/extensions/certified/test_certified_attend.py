@@ -259,7 +259,7 @@ def test_capacity_and_what_was_never_written_do_not_show() -> None:
 def test_missing_originals_are_an_error_before_the_step() -> None:
     step, _, _ = gaussian(Draw(9), SMALL).step(Certify(), torch.float32)
     step.cache.originals[1] = step.cache.originals[1][:-1]
-    with pytest.raises(Tier2Missing, match=r"all 4 pages of codes, found 3 pages of original values"):
+    with pytest.raises(Tier2Missing, match=r"all 4 pages of codes, found 3 pages of full-precision values"):
         step.run()
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import kvcompile
-from kvcompile.errors import BadSetting, HalvesDiffer
+from kvcompile.errors import BadSetting, PairedSchemesDiffer
 from kvcompile.extensions.certified.scheme import ORIGINALS, PLACES, SCRATCH, Certified
 from kvcompile.lowering.certificate.summary import Telemetry, certificates_of, of_heads
 from kvcompile.lowering.certificate.telemetry import accumulate
@@ -181,7 +181,7 @@ def test_policies_that_make_no_sense_are_refused() -> None:
     backend = kvcompile.backend(scheme={"k": "certified", "v": "int8"}, strict=True)
     with pytest.raises(Exception, match="both in the scheme 'certified'"):
         steps(torch.compile(Layer(), backend=backend), tokens(20), 18)
-    assert issubclass(HalvesDiffer, kvcompile.KvcompileError)
+    assert issubclass(PairedSchemesDiffer, kvcompile.KvcompileError)
 
 
 def test_telemetry_adds_up() -> None:

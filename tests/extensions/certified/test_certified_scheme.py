@@ -116,13 +116,13 @@ def test_values_need_whole_groups() -> None:
 
 def test_bad_options_are_refused() -> None:
     for options in (
-        {"group": 7}, {"group": 0}, {"group": 128}, {"half": 3}, {"certify": ""},
+        {"group": 7}, {"group": 0}, {"group": 128}, {"key_or_value": 3}, {"certify": ""},
         {"certify": "v_tol"}, {"certify": "v_tol:-1"}, {"certify": "hope:1"}, {"certify": "k_min:x"},
     ):
         with pytest.raises(BadOption):
             Certified(**options)  # type: ignore[arg-type]
-    assert Certified().for_role(Role.VALUE).half is KeyOrValue.VALUE
-    assert Certified(half=KeyOrValue.VALUE).for_role(Role.KEY).half is KeyOrValue.VALUE
+    assert Certified().for_role(Role.VALUE).key_or_value is KeyOrValue.VALUE
+    assert Certified(key_or_value=KeyOrValue.VALUE).for_role(Role.KEY).key_or_value is KeyOrValue.VALUE
 
 
 def test_originals_alone_go_to_the_host() -> None:

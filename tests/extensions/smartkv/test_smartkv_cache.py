@@ -594,7 +594,7 @@ def test_rows_with_positions_of_their_own_are_refused() -> None:
     with torch.no_grad():
         torch.compile(layer, backend=backend)(torch.zeros(B, 1, 32), torch.tensor([3, 5]))
     (refusal,) = backend.report().refusals
-    assert "positions of its own for every batch row" in refusal.reason
+    assert "separate positions for each batch row" in refusal.reason
     assert type(layer.keys) is torch.Tensor
 
 

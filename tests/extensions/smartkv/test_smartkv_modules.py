@@ -15,10 +15,10 @@ from kvcompile.extensions.smartkv import scheme as scheme_module
 ALL = tuple({case.name: case for case in (*CASES, *SLIDING_CASES)}.values())
 EIGHT = "smartkv(budget=1.0,keys=8,values=8,tau=0.0)"
 REFUSED = {
-    "per-row": "positions of its own", "row-decode": "positions of its own", "row-scatter": "positions of its own",
+    "per-row": "separate positions", "row-decode": "separate positions", "row-scatter": "separate positions",
     **dict.fromkeys(("scaled-twice", "scaled-scores-twice", "transposed-keys"), "masked scores are replaced"),
     **dict.fromkeys(("differential-channels", "differential-heads", "differential-concatenated"), "another attention reads too"),
-    "first-rows-per-row": "positions of its own",
+    "first-rows-per-row": "separate positions",
     "block-table": "through a gather", "latent": "made from a cached latent",
     **dict.fromkeys(
         ("rolled", "roll-and-put", "concatenated-back", "combined-roll", "sliced", "sliced-later", "rolled-result"), "keeps its newest",

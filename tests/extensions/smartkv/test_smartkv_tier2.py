@@ -218,7 +218,7 @@ def test_the_budget_is_of_what_attention_reads_and_the_report_tells_both() -> No
     assert report.hosted == 0, "a CPU has no other memory"
     assert report.announced == 2 * (int(0.4 * run.at * B * K * D * 2) + run.at * B * K * D * 4)
     text = " ".join(str(report).split())
-    assert "of that are originals, which steps do not read; the rest is" in text
+    assert "of that are full-precision copies, which steps do not read; the rest is" in text
     assert f"{report.churn.promoted} of them promotions, 0 promotions refused" in text and report.churn.promoted > 0
 
 

@@ -23,12 +23,13 @@ from kvcompile import schemes
 from kvcompile.backend import Backend
 from kvcompile.errors import BadOption, HeadDimNotDivisible, UnknownScheme
 from kvcompile.extensions.squat import subspace
-from kvcompile.extensions.squat.scheme import Queries, Subspace
+from kvcompile.extensions.squat.scheme import Queries, Subspace, Unit
 from kvcompile.lowering.ops.append_window import append_window_body
 from kvcompile.lowering.ops.operations import calibrate_body
 from kvcompile.runtime.store.codec import decode
 from kvcompile.runtime.store.store import Store, StoreSpec
 from kvcompile.schemes import Kivi, Squat, make, parse
+from kvcompile.schemes.rotation import Rotate
 from kvcompile.testing.samples import normal
 from kvcompile.types import Extent, Role, SlotSpec
 
@@ -271,7 +272,9 @@ def test_lam_zero_is_kivi_bit_for_bit(x: torch.Tensor, bits: int, group: int, bl
 
 
 def test_values_are_kivis() -> None:
-    assert Squat(bits=3, group=16, window=64).for_role(Role.VALUE) == Kivi(bits=3, group=16, window=64).for_role(Role.VALUE)
+    sizes: dict[str, Any] = {"bits": 3, "group": 16, "window": 64}
+    for turned in Rotate:
+        assert Squat(**sizes, rotate=turned).for_role(Role.VALUE) == Kivi(**sizes, rotate=turned).for_role(Role.VALUE)
 
 
 @settings(max_examples=40, deadline=None)
@@ -306,7 +309,7 @@ def test_the_residual_turns_away_from_the_subspace_as_lam_grows() -> None:
     q = correlated(300, WIDTH, 6)
     left = []
     for lam in (0.0, 0.01, 0.1, 1.0, 10.0, 1e3, 1e6):
-        scheme = keys_of(lam=lam, rank=6, subblock=16)
+        scheme = keys_of(lam=lam, rank=6, subblock=16, unit=Unit.QUERIES)
         weight = lam * subspace.leading(subspace.gram(q), 6) / len(q)
         moves = subspace.moves(weight, 16)
         error = torch.randn(50, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -371,7 +374,11 @@ def test_normalised_does_not_grow_with_the_prompt_and_the_sources_does() -> None
     normalised, paper = keys_of(subblock=32), Squat.paper(subblock=32).for_role(Role.KEY)
     assert torch.allclose(calibrated(normalised, q), calibrated(normalised, twice), atol=1e-5)
     assert calibrated(paper, twice).norm() > 1.2 * calibrated(paper, q).norm()
-    assert dataclasses.astuple(Squat.paper())[-6:] == (1e-3, 5, 64, False, Subspace.BATCH, Queries.PRE)
+    for unit, alike in ((Unit.DIAGONAL, True), (Unit.QUERIES, False)):
+        scheme = keys_of(subblock=32, unit=unit)
+        assert torch.allclose(calibrated(scheme, q), calibrated(scheme, 10 * q), atol=1e-5) is alike
+    assert dataclasses.astuple(Squat.paper())[-7:] == (1e-3, 5, 64, Unit.NONE, Subspace.BATCH, Queries.PRE, False)
+    assert Squat.paper().rotate is Rotate.NONE
 
 
 def test_learning_writes_the_planes_and_pads_a_short_mask() -> None:
@@ -403,7 +410,7 @@ def test_options_out_of_range(options: dict[str, Any], found: str) -> None:
 
 def test_what_a_slot_cannot_hold() -> None:
     with pytest.raises(HeadDimNotDivisible, match="found head dim 80 and subblock 32"):
-        keys_of().check(slot(80))
+        keys_of(subblock=32, rotate=Rotate.NONE).check(slot(80))
     with pytest.raises(BadOption, match=r"rank to be at most the head dim \(64\), found 65"):
         keys_of(rank=65).check(slot())
     keys_of(rank=64).check(slot())
@@ -427,7 +434,7 @@ def test_a_sub_block_is_at_most_half_of_the_head(width: int, asked: int, used: i
 def test_a_strong_unnormalised_lam_is_warned_of() -> None:
     assert Squat.paper().warning is None and Squat(lam=5.0).warning is None
     assert "grow with the prompt" in str(Squat.paper(lam=0.1).warning)
-    assert parse("squat(lam=0.1,normalise=False)").warning
+    assert parse("squat(lam=0.1,unit=none)").warning
 
 
 def test_no_bound_is_announced_where_queries_move_keys() -> None:
@@ -446,7 +453,8 @@ def test_bytes_of_the_plane() -> None:
 
 # --- in graphs ---------------------------------------------------------------------------------------------
 
-TEXT = "squat(subblock=16,rank=8)"
+TEXT = "squat(subblock=16,rank=8,rotate=none,guard=False)"
+TAUGHT: dict[str, Any] = {"subblock": 16, "rank": 8, "rotate": Rotate.NONE, "guard": False}
 
 
 def attention(**sizes: int) -> IndexCopyAttribute:
@@ -479,7 +487,7 @@ def test_the_graph_that_fills_a_cache_teaches_it(count: int) -> None:
         parts = [plain.project(x[:, start:end])[:2] for start, end in calls]
         q, k = parts[0][0].transpose(1, 2), torch.cat([part[1] for part in parts], 1).transpose(1, 2)
         exact = plain(x[:, :count], torch.arange(count))
-    store, scheme = keys_store(module), keys_of(subblock=16, rank=8)
+    store, scheme = keys_store(module), keys_of(**TAUGHT)
     plane = scheme.calibrate(q.unflatten(1, (2, -1)), None)[0]
     assert plane.any() and torch.allclose(store.planes[-1], plane, atol=1e-5)
     straight = Store(StoreSpec(store.spec.slot, scheme, scheme.layout(store.spec.slot)), 1, torch.device("cpu"), 3)
@@ -492,7 +500,7 @@ def test_the_graph_that_fills_a_cache_teaches_it(count: int) -> None:
 
 def test_lam_zero_in_a_graph_is_kivi() -> None:
     results = []
-    for text in ("kivi", "squat(lam=0)"):
+    for text in ("kivi(rotate=k)", "squat(lam=0)"):
         module = attention()
         run = compiled(module, kvcompile.backend(text, inner="eager", strict=True))
         x = torch.randn(1, 100, module.width, generator=torch.Generator().manual_seed(5))
@@ -543,12 +551,12 @@ def test_starting_again_learns_again() -> None:
 def test_queries_of_all_heads_of_a_group_teach_their_kv_head() -> None:
     torch.manual_seed(0)
     module = TrilMask(batch=2, heads=4, kv=2, dim=64, capacity=96)
-    run = compiled(module, kvcompile.backend("squat(subblock=16,rank=8,subspace=row)", inner="eager", strict=True))
+    run = compiled(module, kvcompile.backend(f"{TEXT[:-1]},subspace=row)", inner="eager", strict=True))
     x = torch.randn(2, 40, module.width)
     with torch.no_grad():
         run(x, torch.arange(40))
         q = module.project(x)[0].transpose(1, 2)
-    plane = keys_of(subblock=16, rank=8, subspace=Subspace.ROW).calibrate(q.unflatten(1, (2, 2)), None)[0]
+    plane = keys_of(**TAUGHT, subspace=Subspace.ROW).calibrate(q.unflatten(1, (2, 2)), None)[0]
     assert torch.allclose(keys_store(module).planes[-1], plane, atol=1e-5)
 
 
@@ -595,8 +603,8 @@ def test_compiled_teaching_equals_the_eager_one(inner: str) -> None:
     assert ((scales - other_scales).abs() > 0.01 * scales).to(torch.float32).mean() < 0.01
 
 
-@pytest.mark.parametrize("static", [True, False], ids=["static", "dynamic"])
-def test_padded_rows_teach_themselves(static: bool) -> None:
+@pytest.mark.parametrize(("static", "guarded"), [(True, False), (False, False), (True, True)], ids=["static", "dynamic", "guarded"])
+def test_padded_rows_teach_themselves(static: bool, guarded: bool) -> None:
     """Batch 2 with left padding equals two single runs where every row has a subspace of its own."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -604,21 +612,24 @@ def test_padded_rows_teach_themselves(static: bool) -> None:
         max_position_embeddings=256,
     )
     model = LlamaForCausalLM(config).eval()
+    # The queries of the first kv head have few directions; those of the other have none that a guard would follow.
+    model.model.layers[0].self_attn.q_proj.weight.data[:64] = torch.randn(64, 2) @ torch.randn(2, 128) / 4
     ids, mask = torch.randint(0, 100, (2, 45)), torch.ones(2, 45, dtype=torch.int64)
     mask[1, :13] = 0
     planes = []
     for rows, first in ((slice(0, 2), 0), (slice(0, 1), 0), (slice(1, 2), 13)):
         cache = StaticCache(config=config, max_cache_len=64) if static else DynamicCache(config=config)
-        run = compiled(model, kvcompile.backend("squat(subspace=row,subblock=8,rank=4)", inner="eager", strict=True))
+        run = compiled(model, kvcompile.backend(f"squat(subspace=row,rank=4,guard={guarded})", inner="eager", strict=True))
         position = (mask.cumsum(-1) - 1).clamp(min=0)
         with torch.no_grad():
             run(input_ids=ids[rows, first:], attention_mask=mask[rows, first:], position_ids=position[rows, first:], past_key_values=cache)
         (store,) = cache.layers[0].keys._kv.stores.values()
         planes.append(store.planes[-1])
     assert planes[0].any() and torch.allclose(planes[0], torch.cat(planes[1:], 1), atol=1e-5)
+    assert planes[0].flatten(3).any(-1).tolist() == [[[True, not guarded]] * 2]
 
 
-@pytest.mark.parametrize("queries", ["pre", "post"])
+@pytest.mark.parametrize("queries", ["pre", "post", "distances"])
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 def test_keys_before_rope_learn_from_queries_before_rope(queries: str, padded: bool) -> None:
     torch.manual_seed(0)
@@ -631,24 +642,29 @@ def test_keys_before_rope_learn_from_queries_before_rope(queries: str, padded: b
     mask[1, : 13 * padded] = 0
     position = (mask.cumsum(-1) - 1).clamp(min=0)
     cache = StaticCache(config=config, max_cache_len=64)
-    run = compiled(model, kvcompile.backend(f"squat-pre(subspace=row,subblock=8,rank=4,queries={queries})", inner="eager", strict=True))
+    run = compiled(model, kvcompile.backend(f"squat-pre(subspace=row,rank=4,guard=False,queries={queries})", inner="eager", strict=True))
     with torch.no_grad():
         run(input_ids=ids, attention_mask=mask, position_ids=position, past_key_values=cache)
         layer = model.model.layers[0]
         hidden = layer.input_layernorm(model.model.embed_tokens(ids))
         q = layer.self_attn.q_proj(hidden).unflatten(-1, (4, -1)).transpose(1, 2)
+        cos, sin = model.model.rotary_emb(hidden, position)
         if queries == "post":
-            q, _ = apply_rotary_pos_emb(q, q, *model.model.rotary_emb(hidden, position))
+            q, _ = apply_rotary_pos_emb(q, q, cos, sin)
     (store,) = cache.layers[0].keys._kv.stores.values()
     scheme = parse(store.spec.scheme.spec())
     assert isinstance(scheme, Squat) and scheme.pre_rope
-    expected = scheme.calibrate(q.unflatten(1, (2, 2)), mask.bool())[0]
+    told = schemes.Prompt(angles=(cos, sin, False)) if queries == "distances" else schemes.Prompt()
+    expected = scheme.calibrate(q.unflatten(1, (2, 2)), mask.bool(), told)[0]
     assert expected.any() and torch.allclose(store.planes[-1], expected, atol=1e-5)
 
 
 def test_squat_pre_is_a_name() -> None:
     assert make("squat-pre") == Squat(pre_rope=True) == parse("squat-pre") and parse("squat-pre(rank=5)") == Squat(pre_rope=True, rank=5)
     assert not Squat().calibrates_before_rope and not Squat(pre_rope=True, queries=Queries.POST).calibrates_before_rope
+    assert Squat().rotate is Rotate.K and Squat(pre_rope=True).rotate is Rotate.NONE
+    with pytest.raises(BadOption, match="rotate to be none where keys are stored before RoPE"):
+        Squat(pre_rope=True, rotate=Rotate.K)
     with pytest.raises(UnknownScheme, match="did you mean 'squat-pre'"):
         make("squat-pree")
 
@@ -664,7 +680,8 @@ def test_the_sources_settings_have_names() -> None:
     assert set(listed) == {name for name in schemes.settings() if name not in {"squat-pre"} and name.startswith("squat")}
     for name, numbers in listed.items():
         made = parse(name)
-        assert isinstance(made, Squat) and (made.rank, made.lam, made.subblock) == numbers and not made.normalise, name
+        assert isinstance(made, Squat) and (made.rank, made.lam, made.subblock) == numbers and made.unit is Unit.NONE, name
+        assert made.rotate is Rotate.NONE and made.queries is Queries.PRE and not made.guard, name
         assert (made.bits, made.group, made.window, made.pre_rope) == (2, 32, 32, "-pre" in name)
     assert parse("squat-longbench-llama-3.1-8b(window=128)") == Squat.longbench("llama-3.1-8b", window=128)
     with pytest.raises(BadOption, match=r"one of llama-2-7b, llama-3\.1-8b, mistral-7b, found 'llama'"):

@@ -130,7 +130,7 @@ def test_one_scale_for_both_halves_gives_way_to_one_of_a_half(model: torch.nn.Mo
     ({f"{PATHS[0]}.k_scale": torch.tensor(3e38)}, "expected finite scales above zero"),
     ({f"{PATHS[0]}.attn.k_scale": torch.tensor(0.9)}, "one scale for the keys of model.layers.0.self_attn, found another one in"),
     ({f"{PATHS[0]}.k_zero_point": torch.tensor(3)}, "symmetric codes, without zero points"),
-    ({f"{PATHS[0]}.k_scale": None}, "expected a scale of both halves at model.layers.0.self_attn, found none of its keys"),
+    ({f"{PATHS[0]}.k_scale": None}, "expected a scale for keys and one for values at model.layers.0.self_attn, found none of its keys"),
     ({"model.layers.7.self_attn.kv_scale": torch.tensor(1.0)}, "expected static scales by the module paths of this model, found 1 others"),
 ])
 def test_scales_that_cannot_serve_are_refused(model: torch.nn.Module, change: Mapping[str, Any], sentence: str) -> None:

@@ -80,7 +80,7 @@ def test_the_kernel_compiles_offline(capability: int, scheme: str, converts: int
 
     rule = schemes.parse(scheme).static(128)
     assert rule is not None
-    constants = dict(HEADS=8, PAGE=64, D=128, E4M3=rule.e4m3 * (1 + converts), QMAX=rule.largest, ROWS=rows, COLUMNS=128)
+    constants = dict(HEADS=8, PAGE=64, D=128, E4M3=rule.e4m3 * (1 + converts), QMAX=rule.largest, ROWS=rows, COLUMNS=128, SKIP=0)
     pointers = {"X": "*bf16", "CODES": "*u8" if rule.e4m3 else "*i8", "POS": "*i64", "SCALES": "*fp32"}
     names = append_static.arg_names
     signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}

@@ -89,6 +89,17 @@ class Filled(TwoBuffers):
         return self.attend(torch.cat([q_rope, q_nope], -1), *self.expand(self.latents, self.ropes), pos)
 
 
+class FilledButForOne(TwoBuffers):
+    """Keys put together by two writes into an empty tensor: the last rotary channel, then all channels ahead of it."""
+
+    def expand(self, latent: torch.Tensor, rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        made, values = super().expand(latent, rope)
+        keys = made.new_empty(made.shape)
+        keys[..., -1:] = made[..., -1:]
+        keys[..., :-1] = made[..., :-1]
+        return keys, values
+
+
 class OneBuffer(Latent):
     """Latent and rotary part side by side in one buffer, written by slices; matmul, softmax, matmul."""
 
@@ -375,5 +386,7 @@ LATENT_CASES = (
     read("latent-weight-in-place", _weight_in_place, "changed in place by zero_"),
     read("latent-one-token-patched", _one_token_patched, "put together in a way that is not known"),
     read("latent-made-and-returned", _returned, "returned to the caller"),
+    # A single channel is a slot of its own.
+    Case("latent-filled-but-for-one", FilledButForOne, by_position, refused="from more than two caches"),
     Case("latent-made-before", Before, by_position, refused="a copy of the cache made before the write"),
 )

@@ -126,6 +126,11 @@ def complex_made(m: Rotating, x: torch.Tensor, pos: torch.Tensor) -> torch.Tenso
     return turn_complex(x, torch.polar(torch.ones_like(angle), angle)[:, None])
 
 
+def complex_joined(m: Rotating, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+    angle = torch.outer(pos.float(), m.frequencies)
+    return turn_complex(x, torch.view_as_complex(torch.stack([angle.cos(), angle.sin()], -1))[:, None])
+
+
 def packed_table(m: Rotating, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
     cos, sin = m.packed[pos][:, None].unbind(-1)
     x = x.float().reshape(*x.shape[:-1], -1, 2)
@@ -144,6 +149,12 @@ def partial(m: Rotating, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
     return torch.cat([turned * angle.cos() + half_turned(turned) * angle.sin(), rest], -1)
 
 
+def two_channels(m: Rotating, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+    frequency = 1.0 / (50.0 ** (torch.arange(0, 2, 2).float() / 2))
+    angle = torch.cat([pos.float().unsqueeze(-1) * frequency] * 2, -1)[:, None]
+    return torch.cat([x[..., :2] * angle.cos() + half_turned(x[..., :2]) * angle.sin(), x[..., 2:]], -1)
+
+
 def scaled(m: Rotating, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
     # Frequencies made in the graph, stretched where they are slow, and both tables larger than one.
     frequency = 1.0 / (50.0 ** (torch.arange(0, m.dim, 2).float() / m.dim))
@@ -158,10 +169,11 @@ def normed(m: Rotating, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
 TURNS: dict[str, Turn] = {
     turn.__name__: turn
     for turn in (
-        halves, halves_apart, backwards, pairs, pairs_apart, complex_table, complex_made, packed_table, two_tables, partial, scaled, normed,
+        halves, halves_apart, backwards, pairs, pairs_apart, complex_table, complex_made, complex_joined, packed_table, two_tables,
+        partial, two_channels, scaled, normed,
     )
 }
-INTERLEAVED = {"pairs", "pairs_apart", "complex_table", "complex_made", "packed_table"}
+INTERLEAVED = {"pairs", "pairs_apart", "complex_table", "complex_made", "complex_joined", "packed_table"}
 
 ROPE_CASES = (
     *(Case(name, lambda turn=turn, **sizes: Rotating(turn, **sizes), by_position) for name, turn in TURNS.items()),

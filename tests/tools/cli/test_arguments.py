@@ -14,6 +14,7 @@ from kvcompile.extensions.beyond.learning.settings import LearnSettings
 from kvcompile.extensions.static_scales.measure.calibrate import NAMES
 from kvcompile.extensions.static_scales.scales import ScaleExtent
 from kvcompile.passes.rewrite.rewritten import Variant
+from kvcompile.report import Pass
 from kvcompile.settings import Inner
 from kvcompile.tools.cli import arguments
 from kvcompile.tools.cli.dump import DumpStage
@@ -69,7 +70,7 @@ def test_the_place_that_runs_a_command_is_there(name: str) -> None:
 def test_choices_and_defaults_are_those_of_the_modules_that_take_them() -> None:
     enums = {
         arguments.CACHES: CacheKind, arguments.INNER: Inner, arguments.STAGES: DumpStage, arguments.VARIANTS: Variant,
-        arguments.EXTENTS: ScaleExtent, arguments.GENERATIONS: Generation,
+        arguments.EXTENTS: ScaleExtent, arguments.GENERATIONS: Generation, arguments.PASSES: Pass,
     }
     for given, members in enums.items():
         assert given == tuple(item.value for item in members)

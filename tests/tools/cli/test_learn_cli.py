@@ -12,6 +12,8 @@ from processes import in_two_processes
 from kvcompile.errors import BadBatch
 from kvcompile.extensions.beyond.learning.text import TokenEncoding, batches, documents, sequences, split
 from kvcompile.extensions.beyond.storage import load_tables
+from kvcompile.tools.cli.arguments import parser
+from kvcompile.tools.cli.learn import held_apart
 from kvcompile.tools.cli.main import main
 from kvcompile.tools.cli.targets import TargetOptions, resolve
 
@@ -50,6 +52,21 @@ def test_what_cannot_be_done_is_said(data: Path, changed: list[str], found: str,
     out = data.with_name("tables.safetensors")
     assert main(["learn", "examples/tinylm", "--data", str(data), "--out", str(out), *SMALL, *changed]) == 2
     assert found in " ".join(capsys.readouterr().err.split()) and not out.exists()
+
+
+def test_a_small_text_holds_less_out_or_names_the_two_options(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = parser().parse_args(["learn", "m", "--data", str(data), "--out", "x", "--length", "33"])
+    tokens = TokenEncoding(lambda text: list(text.encode()), (1,))
+    training, held_out = held_apart(given, tokens)
+    assert (len(training), len(held_out)) == (62, 15) and given.held_out == 150
+    given = parser().parse_args(["learn", "m", "--data", str(data), "--out", "x"])
+    with pytest.raises(BadBatch, match=r"8,192 tokens.*2,480 tokens; pass --length 249 --validation 2"):
+        held_apart(given, tokens)
+    given = parser().parse_args(["learn", "m", "--data", str(data), "--out", "x", "--length", "249", "--validation", "2"])
+    assert [len(part) for part in held_apart(given, tokens)] == [8, 2]
+    data.write_text("short")
+    with pytest.raises(BadBatch, match="pass more text"):
+        held_apart(given, tokens)
 
 
 def test_text_becomes_sequences_behind_a_prefix_that_is_no_target(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -155,3 +156,34 @@ def test_weights_in_gigabytes(factory: str, capsys: pytest.CaptureFixture[str]) 
     assert main(["plan", f"{factory}:good", "--context", "64", "--weights", "1.5", "--schemes", "int8", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["weight_bytes"] == 1_500_000_000
     assert torch.is_grad_enabled()
+
+
+def test_the_answer_comes_first_and_the_line_to_paste_last(config: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--gpu-memory", "8", "--context", "8192", "--batch", "4", "--weights", "int4", "--schemes", "dense,int4"]
+    assert main(["plan", config(), *asked]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].strip() == "recommended: dense for 4 x 8,192 tokens"
+    assert lines[-1] == 'model.forward = torch.compile(model.forward, backend=kvcompile.backend(scheme="dense"))'
+
+
+def test_weights_that_fill_the_card_are_to_be_smaller(config: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Too many requests for the native weights: what fits is said, and what four-bit weights would give."""
+    asked = ["--gpu-memory", "5", "--overhead", "0.2", "--context", "8192", "--batch", "128", "--schemes", "dense,int8,int4", "--json"]
+    assert main(["plan", config(), *asked]) == 0
+    found = json.loads(capsys.readouterr().out)
+    rows = {row["scheme"]: row for row in found["schemes"]}
+    label = found["most_requests"]
+    assert found["recommended"] is None and 0 < rows[label]["largest_batch"] < 128
+    assert found["python"].endswith(f'(scheme="{label}"))  # {rows[label]["largest_batch"]} requests at once')
+    assert f"now {rows[label]['largest_batch']}" in found["lighter_weights"] and "--weights int4" in found["lighter_weights"]
+    assert main(["plan", config(), *asked[:-1], "--weights", "int4", "--json"]) == 0
+    lighter = {row["scheme"]: row for row in json.loads(capsys.readouterr().out)["schemes"]}
+    assert f"{label} serves {lighter[label]['largest_batch']} requests" in found["lighter_weights"]
+
+
+def test_settings_with_the_same_numbers_share_a_row(config: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", config(), "--context", "64"]) == 0
+    text = capsys.readouterr().out
+    (count,) = re.findall(r"squat \(\+(\d)\) .*\n", text)[:1]
+    assert int(count) >= 7 and f"{count} settings of squat" in " ".join(text.split())
+    assert "squat-pre" not in text and "squat-longbench" not in text

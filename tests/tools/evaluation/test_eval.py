@@ -103,7 +103,7 @@ def test_a_checkpoint_with_a_tokenizer(
     assert read["schemes"] == json.loads((out / "results.json").read_text())["schemes"] and read["beside"]["scheme"] == "dense"
     assert read["beside"]["others"]["int4"]["paired"] == read["schemes"][1]["compared"]["paired"], "dense said what the model said"
     assert main(["eval", "--read", str(out), "--beside", "dense"]) == 0
-    assert "dense beside each other scheme" in capsys.readouterr().out
+    assert "dense compared with each other scheme" in capsys.readouterr().out
 
 
 def test_tinylm_as_json_names_what_differs(capsys: pytest.CaptureFixture[str]) -> None:

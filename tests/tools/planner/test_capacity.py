@@ -11,7 +11,7 @@ import torch
 from kvcompile.extensions.certified.scheme import SCRATCH
 from kvcompile.schemes import parse
 from kvcompile.tools.planner.activations import Activations
-from kvcompile.tools.planner.capacity import Demand
+from kvcompile.tools.planner.capacity import Demand, _most
 from kvcompile.tools.planner.figures import Damage, Figures, Speed, figures
 from kvcompile.tools.planner.model import traced
 from kvcompile.tools.planner.phantom import hollow, phantom
@@ -80,6 +80,19 @@ def test_searches_find_the_last_that_fits(scheme: str) -> None:
         assert demand.fits(stores, demand.batch, tokens) or tokens == 0
         assert not demand.fits(stores, demand.batch, tokens + 1)
     assert Demand(1, 2, 0, 1, 1).largest_batch(stores) == Demand(1, 2, 0, 1, 1).longest_context(stores) == 0
+
+
+@pytest.mark.parametrize("end", [1, 2, 7, 100_000, 1 << 17])
+def test_a_search_asks_few_times(end: int) -> None:
+    for wanted in {0, 1, 2, 3, end // 2, end - 1, end, end + 5}:
+        asked: list[int] = []
+
+        def holds(number: int, wanted: int = wanted, asked: list[int] = asked) -> bool:
+            asked.append(number)
+            assert len(asked) <= 50, "it does not end"
+            return number <= wanted
+
+        assert _most(holds, end) == min(wanted, end)
 
 
 def test_least_damage_that_fits() -> None:

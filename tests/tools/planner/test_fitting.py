@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import kvcompile
 from kvcompile.errors import BudgetTooSmall, NotPlanned, SensitivityUnread
 from kvcompile.passes.plan.policy import Pair
 from kvcompile.schemes import Dense, parse
+from kvcompile.tools.planner import fitting
 from kvcompile.tools.planner.fitting import fitted
 from kvcompile.tools.planner.model import traced
 from kvcompile.tools.planner.sensitivity import CachePart, Layer, LayerDamage, Sensitivity, Trial, layers_of, measured, only
@@ -71,6 +73,22 @@ def test_a_budget_for_everything_leaves_everything() -> None:
     found = fitted(known([0.5] * 12), 10**9, 640)
     assert all(pair == Pair(Dense(), Dense()) for _, pair in found.policy.rules)
     assert found.damage == 0
+
+
+def test_of_equal_damage_the_fewest_bytes_are_taken() -> None:
+    """Codes that do no damage leave nothing dense, whatever the budget is."""
+    found = fitted(known([0.0] * 12), 10**9, 640)
+    assert found.damage == 0 and not any(Dense() in {pair.k, pair.v} for _, pair in found.policy.rules)
+    assert found.nbytes == fitted(known([0.0] * 12), found.nbytes, 640).nbytes
+
+
+def test_fewer_choices_are_kept_with_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the optimum between the ends may be missed: a budget for everything still leaves everything."""
+    states: Any = [(number, 9.0 - number, ()) for number in range(9)]
+    for most in (1, 2, 4, 8, 9):
+        monkeypatch.setattr(fitting, "MOST_CHOICES", most)
+        kept = fitting._thinned(states)
+        assert kept[0] == states[0] and kept[-1] == states[-1] and len(kept) <= most + 1
 
 
 def test_the_more_sensitive_half_keeps_more() -> None:
@@ -131,6 +149,15 @@ def test_sensitivity_and_the_bytes_of_its_policy(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("one_thread", "fresh_dynamo")
+def test_a_latent_has_one_scheme_for_keys_and_values() -> None:
+    stored = [SimpleNamespace(path=path, slot=slot, end=None) for path in ("plain", "latent") for slot in SLOTS]
+    sites = [SimpleNamespace(path="plain", assembly=None), SimpleNamespace(path="latent", assembly=object())]
+    seen = SimpleNamespace(matched=SimpleNamespace(sites=sites))
+    model: Any = SimpleNamespace(stores=lambda scheme: SimpleNamespace(stored=stored), observed=SimpleNamespace(graphs=[seen]), name="two")
+    halves = {layer.path: layer.halves for layer in layers_of(model)}
+    assert halves == {"plain": (CachePart.KEY, CachePart.VALUE), "latent": (CachePart.BOTH,)}
+
+
 def test_attentions_that_share_a_cache_are_refused() -> None:
     from kvcompile.tools.cli.architectures import build
 

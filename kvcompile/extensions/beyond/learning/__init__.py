@@ -1,1 +1,3 @@
-"""Learning of a scheme's tables on a model's loss: the quantizer in the cache-less graph, its gradients, the loop, and what it leaves."""
+"""Learning of a scheme's tables on a model's loss: quantizers in the graph without a cache, their gradients, the loop, and the files it
+writes.
+"""

@@ -51,7 +51,9 @@ def sequences(batch: Any) -> int:
 
 
 def grouped(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:
-    """Yield pieces of batches that have at least ``size`` sequences together; the last group may have fewer."""
+    """Yield groups of consecutive batches with at least ``size`` sequences in total, the pieces of one step; the last
+    group may have fewer.
+    """
     pieces: list[Any] = []
     held = 0
     for batch in batches:
@@ -105,7 +107,7 @@ class _Loop:
         self.best: Beyond | None = None
 
     def learn(self, batches: Iterable[Any], validation: Sequence[Any]) -> Learned:
-        """Run to the end, or to the first reason to stop; return the result."""
+        """Train the tables on ``batches`` until they are used up or a rule stops the training; return the tables and losses as Learned."""
         stopped = "all batches were used"
         pieces = iter(batches)
         first = next(pieces, None)
@@ -131,7 +133,9 @@ class _Loop:
         return self._ended(stopped, validation)
 
     def _one(self, group: list[Any], validation: Sequence[Any]) -> str | None:
-        """Take one step with its validation and checkpoint; return the reason to stop, None to go on."""
+        """Take one optimizer step on a group of pieces, then validate and write a checkpoint if due; return the reason to stop, or None to
+        go on.
+        """
         if self.trainer.steps >= self.settings.steps:
             return "all steps were taken"
         found = self.trainer.learn(group)
@@ -151,7 +155,7 @@ class _Loop:
         return "all steps were taken" if step >= self.settings.steps else None
 
     def _validate(self, batches: Sequence[Any]) -> None:
-        if not batches:
+        if len(batches) == 0:
             return
         step, progress = self.trainer.steps, self.progress
         found = self.trainer.validate(batches)
@@ -168,7 +172,7 @@ class _Loop:
     def _ended(self, stopped: str, validation: Sequence[Any]) -> Learned:
         progress = self.progress
         # Without validation the last tables are returned.
-        if self.best is None or not validation:
+        if self.best is None or len(validation) == 0:
             self.best, progress.best_step = self.trainer.tables(self.fingerprint), self.trainer.steps
         self._log(stopped=stopped, best=progress.best, best_step=progress.best_step)
         if self.folder is not None:
@@ -189,7 +193,7 @@ class _Loop:
             self.folder.save(self.trainer, self.progress, self.best or self.trainer.tables(self.fingerprint))
 
     def _resumed(self) -> None:
-        """Restore the checkpoint, and the best tables saved with it."""
+        """Restore the trainer, the progress and the best tables from the run folder's checkpoint."""
         from kvcompile.extensions.beyond.storage import read_tables
 
         assert self.folder is not None

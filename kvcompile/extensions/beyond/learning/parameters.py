@@ -23,7 +23,7 @@ class SlotParameters:
 
     @staticmethod
     def uniform(bits: int, heads: int, groups: int, device: torch.device) -> SlotParameters:
-        """Return the parameters of plain asymmetric codes."""
+        """Return the parameters whose tables give plain asymmetric codes of ``bits`` bits."""
         table = uniform_table(bits, heads, groups)
         nothing = torch.zeros_like(table.thresholds, device=device)
         return SlotParameters(
@@ -48,16 +48,16 @@ class SlotParameters:
 
 
 class Parameters:
-    """The parameters of all attentions met so far, by module path and role, in the order of meeting."""
+    """The parameters of all attentions found so far, by module path and role, in the order in which they were found."""
 
     def __init__(self, scheme: Beyond) -> None:
         self.scheme = scheme
         self.slots: dict[tuple[str, Role], SlotParameters] = {}
 
     def of(self, path: str, role: Role, heads: int, head_dim: int, device: torch.device) -> SlotParameters:
-        """Return the parameters of a slot, uniform ones when it is first met. Attentions of one module share them.
+        """Return the parameters of the slot of ``role`` at a module path, new uniform ones for a slot not seen before.
 
-        Raises BadTables if those attentions differ in shape.
+        Attentions of one module share them; raises BadTables if those attentions differ in shape.
         """
         key, groups = (path, role), head_dim // self.scheme.channels(head_dim)
         if key not in self.slots:
@@ -71,12 +71,12 @@ class Parameters:
         return self.slots[key]
 
     def all(self) -> list[SlotParameters]:
-        """Return all slots' parameters, in the order of meeting."""
+        """Return the parameters of all slots, in the order in which they were found."""
         return list(self.slots.values())
 
     @property
     def paths(self) -> list[str]:
-        """The module paths, in the order of meeting."""
+        """The module paths, in the order in which they were found."""
         return list(dict.fromkeys(path for path, _ in self.slots))
 
     def tables(self, fingerprint: str) -> ModelTables:

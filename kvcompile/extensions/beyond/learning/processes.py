@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 
 def count() -> int:
-    """Return the number of processes that learn together."""
+    """Return the number of processes that learn together; 1 without torch.distributed."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 

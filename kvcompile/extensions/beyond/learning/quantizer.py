@@ -41,7 +41,7 @@ class QuantizerConfig:
 
     @property
     def steps(self) -> int:
-        """The width of a group in units of scales."""
+        """The number of scales that a group spans, 2^bits - 1."""
         return 2**self.bits - 1
 
 
@@ -118,13 +118,18 @@ def hard_quantize(
     x: torch.Tensor, levels: torch.Tensor, thresholds: torch.Tensor, left: torch.Tensor, right: torch.Tensor, bits: int,
     scale_dtype: torch.dtype, window: float,
 ) -> torch.Tensor:
-    """Return the tokens [B, K, S, D] of one slot quantized and decoded, differentiable; training graphs call this."""
+    """Return the tokens ``x`` [B, K, S, D] quantized and decoded, in their dtype; gradients reach x, levels, left and right.
+
+    ``levels`` [K, D // group, n] and ``thresholds`` [K, D // group, n - 1] are in units of scales. ``left`` and ``right``, of the shape of
+    ``thresholds``, are not read: their gradients are G_L and G_R (see the module), sums over values within ``window`` below and above a
+    threshold. Training graphs call this.
+    """
     return HardQuantizer.apply(x, levels, thresholds, left, right, QuantizerConfig(bits, scale_dtype, window))
 
 
 @functools.cache
 def _code(function: Callable[..., Any], device: str) -> Callable[..., Any]:
-    """Return a function of this module for a device: compiled for CUDA, else unchanged."""
+    """Return a function of this module as it is run on a device type: compiled by Inductor for CUDA, else unchanged."""
     return compiled(function) if device == "cuda" else function
 
 

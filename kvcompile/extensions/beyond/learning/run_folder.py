@@ -22,7 +22,7 @@ from kvcompile.extensions.beyond.scheme import Beyond
 from kvcompile.extensions.beyond.storage import save_tables
 from kvcompile.files.declared import Range, Whole
 from kvcompile.files.json_file import parsed, read_json
-from kvcompile.files.tensor_file import Entry, read_tensors
+from kvcompile.files.tensor_file import Entry, follow_umask, read_tensors
 
 STATE = ("exp_avg", "exp_avg_sq", "step")
 Count = Annotated[int, Range(0)]
@@ -31,7 +31,10 @@ Loss = Annotated[float, Range()]
 
 @dataclasses.dataclass
 class Progress:
-    """Progress of one run: pieces used, (step, loss) of validations and of steps, the best validation, and its last rises in a row."""
+    """Progress of one run: pieces used, (step, loss) of validations and of steps, the best validation and its step.
+
+    ``rises``: how many of the last validations in a row were worse than the one before.
+    """
 
     pieces: Count = 0
     validations: list[tuple[Count, Loss]] = dataclasses.field(default_factory=list)
@@ -100,10 +103,15 @@ class RunFolder:
         unfinished = self.folder / ".checkpoint"
         save_file(tensors, str(unfinished), {"steps": str(trainer.steps), "progress": json.dumps(dataclasses.asdict(progress))})
         self.keep_best(best)
+        follow_umask(unfinished)
         unfinished.replace(self.folder / "checkpoint.safetensors")
 
     def load(self, trainer: Trainer) -> Progress:
-        """Restore a trainer that has met its attentions from the checkpoint. Raises BadRun, and then changes nothing."""
+        """Restore ``trainer`` from the checkpoint and return the run's progress; the trainer must have found its attentions already
+        (``meet``).
+
+        Raises BadRun, and then changes nothing.
+        """
         named = _named(trainer.parameters)
         try:
             tensors, metadata = read_tensors(

@@ -31,11 +31,12 @@ LARGEST = 0.25
 
 
 def compare(model: torch.nn.Module, batch: Any, scheme: Beyond, rule: QuantizerConfig) -> float | None:
-    """Return the difference of logits between training and serving with uniform tables, relative to the change by quantization.
+    """Return the difference of logits between training and serving with uniform tables, as a fraction of the change that quantization
+    makes.
 
-    Returns None if they are not comparable; comparable are batches of token ids, and models that take ``input_ids``, ``past_key_values``
-    and ``use_cache``. Raises ServedOtherwise above ``LARGEST``. Both are compiled to eager operators, and ``torch.compiler.reset`` then
-    removes them from Dynamo, which keeps few versions of a model.
+    Returns None if model or batch do not allow the comparison: it needs token ids, and a model that takes ``input_ids``,
+    ``past_key_values`` and ``use_cache``. Raises ServedOtherwise above ``LARGEST``. Both are compiled to eager operators, and
+    ``torch.compiler.reset`` then removes them from Dynamo, which keeps few versions of a model.
     """
     if not _makes_cache(model):
         log.info("training is not compared with serving: %s takes no input_ids, past_key_values and use_cache", type(model).__name__)
@@ -62,7 +63,7 @@ def compare(model: torch.nn.Module, batch: Any, scheme: Beyond, rule: QuantizerC
 
 
 def _makes_cache(model: torch.nn.Module) -> bool:
-    """Return whether the model fills a cache of its own on request, as transformers' models do."""
+    """Return whether the model's forward has the arguments by which transformers' models make and return a KV cache."""
     return {"input_ids", "past_key_values", "use_cache"} <= inspect.signature(model.forward).parameters.keys()
 
 

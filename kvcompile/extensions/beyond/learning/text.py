@@ -20,7 +20,9 @@ CHAT_PROMPT = "Continue the following text."
 
 @dataclass(frozen=True)
 class TokenEncoding:
-    """The function from text to token ids, and the ids that precede every sequence and are no targets."""
+    """How text becomes tokens: a function from text to token ids, and the ids (``prefix``) that precede every sequence
+    and are no targets.
+    """
 
     encode: Callable[[str], Sequence[int]]
     prefix: tuple[int, ...] = ()
@@ -43,7 +45,7 @@ def documents(paths: Sequence[Path]) -> Iterator[str]:
 
 
 def sequences(texts: Iterator[str], tokens: TokenEncoding, length: int) -> list[list[int]]:
-    """Return runs of ``length`` token ids minus the prefix's, from the concatenated documents; an incomplete last run is dropped.
+    """Return the documents' token ids, joined and cut into sequences of ``length`` less the prefix's length; an incomplete last is dropped.
 
     Raises BadBatch if ``length`` leaves fewer than two tokens after the prefix.
     """

@@ -7,6 +7,7 @@ exactly.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -49,7 +50,9 @@ class Trainer:
     # --- parameters ------------------------------------------------------------------------------
 
     def meet(self, batch: Any) -> None:
-        """Find the model's attentions by running a batch, and make Adam. Raises NothingToLearn if there are none."""
+        """Find the model's attentions by running a batch; make their parameters and Adam's state. Raises
+        NothingToLearn if there are none.
+        """
         try:
             with torch.no_grad(), many_versions(MOST_GRAPHS):
                 self.loss(self.run, moved(batch, self.device))
@@ -77,7 +80,7 @@ class Trainer:
     def tables(self, fingerprint: str) -> Beyond:
         """Return the scheme with the current tables."""
         made = self.parameters.tables(fingerprint)
-        return Beyond(self.scheme.bits, self.scheme.group, self.scheme.scale_dtype, trained=True, tables=made)
+        return dataclasses.replace(self.scheme, trained=True, tables=made)
 
     # --- learning --------------------------------------------------------------------------------
 

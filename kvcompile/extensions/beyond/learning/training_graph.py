@@ -96,7 +96,9 @@ class Insertion:
         self.mapped: dict[Any, fx.Node] = {}
 
     def site(self, site: UncachedSite) -> None:
-        """Make an attention read quantized keys and values; tensors that two attentions share are quantized once, like one cache."""
+        """Make an attention read quantized keys and values, in the graph; tensors that two attentions share are quantized once, like one
+        cache.
+        """
         for slot, role in ((site.key, Role.KEY), (site.value, Role.VALUE)):
             operand, roles = (site.attention.k, site.attention.k_roles) if role is Role.KEY else (site.attention.v, site.attention.v_roles)
             readers = [self.copies[node] for node in site.attention.nodes if node in operand.users]
@@ -133,7 +135,11 @@ class Insertion:
 
 
 def _repeated(emit: Emitter, tokens: fx.Node, slot: Slot, roles: tuple[str, ...], groups: int) -> fx.Node:
-    """Emit tokens [B, K, S, D] as the operand: heads repeated or tiled, dims ordered as ``roles``, times the slot's factor."""
+    """Emit cache tokens [B, K, S, D] as the operand that an attention reads, and return its node.
+
+    Heads are repeated ``groups`` times, or tiled where the slot's are; dims are ordered as ``roles``; channels are multiplied by the slot's
+    factor.
+    """
     if slot.factor != 1.0:
         tokens = emit.call(aten.mul.Scalar, tokens, slot.factor)
     if groups > 1:

@@ -48,7 +48,9 @@ the number of blocks whose values are promoted; the largest nu + eta."""
 
 @triton.jit
 def sees(n, AT, r, blocks, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr):
-    """Return two flags per block: the row sees it; the row sees it as codes."""
+    """Return two flags for each block n of row r: the row sees a token of the block; it does, and the block has tokens
+    before the window.
+    """
     at = AT + r // (G * S * K) * (2 * S + 1)
     live = (n < blocks) & (n * 16 <= tl.load(at + r % S)) & (n * 16 + 16 > tl.load(at + S + r % S))
     return live, live & (n * 16 < tl.load(at + 2 * S))
@@ -56,7 +58,7 @@ def sees(n, AT, r, blocks, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr):
 
 @triton.jit
 def masses(PEAK, WEIGHT, EXACT_PEAK, EXACT_WEIGHT, at, live, exact):
-    """Load the masses of blocks by codes, and the ones in use: from originals for ``exact`` blocks."""
+    """Load (peak, weight) of blocks by codes, then (peak, weight) to use: by original keys for blocks flagged ``exact``, else by codes."""
     peak = tl.load(PEAK + at, mask=live, other=0.0)
     weight = tl.load(WEIGHT + at, mask=live, other=0.0)
     own_peak = tl.where(exact, tl.load(EXACT_PEAK + at, mask=exact, other=0.0), peak)
@@ -73,7 +75,7 @@ def norm_of(SIZE, NOTE, coded, live):
 
 @triton.jit
 def chain_of(share, CHAIN: tl.constexpr):
-    """Return the number of roundings between an original value and the output; a program adds ``share`` blocks and the window in turn."""
+    """Return the number of roundings between an original value and the output, for a program that adds ``share`` blocks and the window."""
     # A share of one is a compile-time constant, which has no ``to``.
     return tl.zeros([], tl.float64) + CHAIN + share + 4
 
@@ -82,7 +84,8 @@ def chain_of(share, CHAIN: tl.constexpr):
 def coded_chain_of(share, CHAIN: tl.constexpr, T: tl.constexpr, CODES: tl.constexpr):
     """Return the number of roundings between a value that ``weighted_values`` reads and the output.
 
-    T tokens are one chain of tensor cores, and a split adds those of its ``share``; encoded values (CODES) are rounded to float16 before.
+    T tokens are summed by tensor cores in one chain; ``share``: blocks that a split adds; encoded values (CODES) are first rounded to
+    float16.
     """
     HALF: tl.constexpr = HALF_STEP if CODES else 0
     return chain_of(share, CHAIN) + (HALF + TENSOR_STEP * (T // 16))
@@ -90,9 +93,12 @@ def coded_chain_of(share, CHAIN: tl.constexpr, T: tl.constexpr, CODES: tl.conste
 
 @triton.jit
 def value_terms_of(coded, used, explored, gap, weight, nu, eta, chain, coded_chain, FLOOR: tl.constexpr):
-    """Return the blocks' terms in the columns of VALUE_COLUMNS. ``used``: values read from originals; ``explored``: only to be checked.
+    """Return each block's addends to the sums VALUE_COLUMNS, in that order.
 
-    FLOOR: added to the norm of a value that ``weighted_values`` reads, for the error of its decoding.
+    The block's mass is weight * exp(gap); its largest norms are ``nu``, of values, and ``eta``, of their residuals. ``coded``: encoded
+    blocks; ``used``: their values were read in full precision; ``explored``: they were read only to be compared with the codes. ``chain``,
+    ``coded_chain``: roundings of a value from originals, and from codes. FLOOR is added to the norm of a value from codes, for its
+    decoding.
     """
     eta = tl.where(used | explored, 0.0, eta)
     by_codes = coded & (used == 0) & (explored == 0)
@@ -105,7 +111,7 @@ def value_terms_of(coded, used, explored, gap, weight, nu, eta, chain, coded_cha
 
 @triton.jit
 def store_values(OUT, value_sum, own_values, all_values, count, largest):
-    """Store the columns of VALUE_COLUMNS, summed over blocks."""
+    """Store at OUT the columns of VALUE_COLUMNS, reduced over blocks: four sums, and the maximum of ``largest``."""
     tl.store(OUT, tl.sum(value_sum, 0))
     tl.store(OUT + 1, tl.sum(own_values, 0))
     tl.store(OUT + 2, tl.sum(all_values, 0))
@@ -115,7 +121,7 @@ def store_values(OUT, value_sum, own_values, all_values, count, largest):
 
 @triton.jit
 def flags_of(VALUES, EXPLORED, at, coded, EXPLORE: tl.constexpr):
-    """Load two flags per encoded block: its values come from originals; it is only explored (read to be checked)."""
+    """Load two flags for each ``coded`` block: its values are read from originals; its values are read only to be checked (explored)."""
     used = coded & (tl.load(VALUES + at, mask=coded, other=0) != 0)
     explored = coded & (coded == 0)
     if EXPLORE:
@@ -131,11 +137,12 @@ def bound_sums(
     SCALE: tl.constexpr, D: tl.constexpr, EXPLORE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, CHUNK: tl.constexpr,
     WIDTH: tl.constexpr, OUT_WIDTH: tl.constexpr, ALL: tl.constexpr, SPEND: tl.constexpr,
 ):
-    """Write the sums of CHUNK blocks of one row, [rows, chunks, WIDTH], and their terms of VALUE_COLUMNS, [rows, chunks, OUT_WIDTH].
+    """Write the sums of CHUNK blocks of one row: SUMS [rows, chunks, WIDTH] by COLUMNS, and OUT [rows, chunks, OUT_WIDTH] by VALUE_COLUMNS.
 
-    READ [rows, N]: blocks whose keys' masses are those of EXACT; VALUES: blocks whose values are from originals; EXPLORED: subset of both.
-    SPEND: ``spend_value_budget`` writes the values' terms instead. ALL: READ is [rows]; for flagged rows every encoded block counts from
-    its originals, by their own norms, and other rows are skipped.
+    All are float64; grid: chunks, rows. READ [rows, N]: blocks whose masses by keys are those in EXACT_PEAK and EXACT_WEIGHT. VALUES:
+    blocks whose values are from originals. EXPLORED: a subset of both. SPEND: OUT is left to ``spend_value_budget``. RANK: the columns of
+    theorem 7 are written too, AGREE: also those by codes. ALL: READ is [rows]; for flagged rows every encoded block counts from its
+    originals, by their norms KEY_SIZE and VALUE_SIZE (without ``delta_codes``), and nothing is written for other rows.
     """
     r = tl.program_id(1)
     blocks = in_fours(blocks)
@@ -211,10 +218,11 @@ def spend_value_budget(
     CHAIN: tl.constexpr, T: tl.constexpr, FLOOR: tl.constexpr, CODES: tl.constexpr, BUDGET: tl.constexpr, EXPLORE: tl.constexpr,
     K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, OUT_WIDTH: tl.constexpr,
 ):
-    """Choose the values of one row to promote, after ``bound_sums``: besides those of LOCAL, the largest until the value bound fits BUDGET.
+    """Choose the blocks of one row whose values are promoted: write their flags to VALUES [rows, N], and OUT [rows, 1, OUT_WIDTH].
 
-    VALUES: the chosen flags. OUT [rows, 1, OUT_WIDTH]: the values' terms then. Promotion by exact masses, instead of estimates, makes the
-    budget hold.
+    Runs after ``bound_sums``. Chosen are the blocks flagged in LOCAL, then those with the largest terms, until the value bound is at most
+    BUDGET; promotion by exact masses, instead of estimates, makes the budget hold. OUT: the row's terms of VALUE_COLUMNS then. TERM
+    (float64) and ORDER (float32), [rows, N], are scratch.
     """
     r = tl.program_id(0)
     blocks = in_fours(blocks)

@@ -66,7 +66,7 @@ def sight(AT, S: tl.constexpr, S2: tl.constexpr):
 
 @triton.jit
 def weighed(logits):
-    """Return the largest of a block's logits [16, rows] or [16], and the sum of exp relative to it."""
+    """Return (largest logit, sum of exp(logit - largest)) over the 16 tokens of a block; ``logits``: [16, rows] or [16]."""
     peak = tl.max(logits, 0)
     return peak, tl.sum(exp_of(logits - tl.where(peak == float("-inf"), 0.0, peak)), 0)
 
@@ -79,19 +79,19 @@ def norm_above(square):
 
 @triton.jit
 def up32(x):
-    """Return x rounded up to float32, as ``bound_printer.up32``."""
+    """Return float64 x rounded up to float32, as ``bound_printer.up32`` does."""
     return (x * UP32_FACTOR + UP32_ADDEND).to(tl.float32)
 
 
 @triton.jit
 def finite_or_infinite(square):
-    """Return the squares with NaN replaced by infinity, which a maximum keeps."""
+    """Return ``square`` with NaN replaced by infinity, since a maximum over it would drop NaN."""
     return tl.where(square == square, square, float("inf"))
 
 
 @triton.jit
 def doubtful(square, note):
-    """Return whether each token's norm may exceed the stored norm ``note``, from its squared norm ``square`` in float32.
+    """Return whether each token's norm may exceed ``note``, the stored norm; ``square``: the squared norm, computed in float32.
 
     True also for a norm just below ``note``, within float32's rounding, and for NaN.
     """
@@ -110,7 +110,7 @@ def above(square, note):
 
 @triton.jit
 def row_max_or_zero(TOP):
-    """Load the logit that a row's weights are relative to: its largest, zero if the row sees nothing."""
+    """Load from TOP the logit that a row's weights are relative to: its largest logit, or zero if the row sees nothing."""
     top = tl.load(TOP)
     return tl.where(top == float("-inf"), 0.0, top)
 
@@ -124,5 +124,5 @@ def pop_pending(pending, places, OF: tl.constexpr):
 
 @triton.jit
 def fallen(FALLS, first, rows, flag):
-    """Return whether each of the rows from ``first`` on falls back, int32 0 or 1."""
+    """Return 1 (int32) for each of the rows from ``first`` on that is flagged at FALLS as falling back, else 0."""
     return (tl.load(FALLS + first + flag, mask=first + flag < rows, other=0) != 0).to(tl.int32)

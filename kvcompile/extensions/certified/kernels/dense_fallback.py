@@ -41,10 +41,10 @@ def dense_values(
     DV: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, S2: tl.constexpr, PAGE: tl.constexpr, T: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Write sum_t exp(logit - EXACT_TOP) v_t from originals, [programs, rows, DV], for the rows flagged in FALLS.
+    """Write OUT [programs, rows, DV] of the rows flagged in FALLS: sums over a program's tokens of exp(logit - EXACT_TOP) v from originals.
 
-    The last program also adds the newest tokens. SIZE: the largest norm of values in each block; several rows of a kv head write the same.
-    Other rows are neither written nor read.
+    Also written: SIZE [B, K, N], float32 upper bounds on the largest norm of a value in each block; several rows of a kv head write the
+    same. The last program also adds the newest tokens, RECENT_V. Other rows are neither written nor read.
     """
     flag = tl.arange(0, FLAGS)
     j = tl.arange(0, T)

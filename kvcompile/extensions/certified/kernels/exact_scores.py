@@ -45,8 +45,10 @@ def exact_scores(
 ):
     """Score the first LISTED [rows] blocks of a row's LIST [rows, N] by original keys, and check them against their codes and notes.
 
-    STAGED: blocks that ``stage_blocks`` found in the SCRATCH of ``sets`` sets, or copied there, are read from there.
-    Norms are compared in float64, but only for tokens that float32 does not decide: mostly the two that determined the notes.
+    Overwrites the LOGITS, PEAK and WEIGHT of these blocks and raises TOP [rows] to their largest logit. DAMAGED of the kv head becomes 1 if
+    a logit is further from that by codes than DELTA, OWN and GUARD allow, or a norm exceeds its note: compared in float64, but only for
+    tokens that float32 does not decide, mostly the two that determined the notes. Grid: programs that share a row's list; rows. STAGED:
+    blocks that ``stage_blocks`` found in the SCRATCH of ``sets`` sets, or copied there, are read from there.
     """
     r = tl.program_id(1)
     pair = r // (G * S)
@@ -137,8 +139,9 @@ def largest_newest(PEAK, first, stop):
 
 @triton.jit
 def exact_block_scores(here, q, LOGITS, PEAK, WEIGHT, SIZE, t, low, high, start, last, base, PARTLY: tl.constexpr, SCALE: tl.constexpr):
-    """Overwrite a block's logits with exact ones, and store their sums and the largest norm; returns the largest logit.
+    """Overwrite the LOGITS, PEAK and WEIGHT of one block for one row by its original keys; return the block's largest logit.
 
+    Also written: SIZE, a float32 upper bound on the largest norm of its keys that any query sees. ``here``: pointers to the keys [16, D].
     PARTLY: the block is encoded in part only; logits of tokens from ``base`` on stay.
     """
     k = tl.load(here).to(tl.float32)
@@ -168,11 +171,11 @@ def dense_scores(
     SCALE: tl.constexpr, D: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, S2: tl.constexpr,
     PER_PAGE: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """Score every num_programs-th block of each row flagged in FALLS by original keys, and store the largest norm in each block.
+    """Score every num_programs-th block of each row flagged in FALLS by original keys: overwrite its LOGITS, PEAK and WEIGHT.
 
-    Several rows of a kv head write the same norms. EXACT_TOP rises to a row's largest logit. The last program has the block that is encoded
-    in part, and takes the newest tokens' logits into account, by CODED_PEAK. A NaN logit is never the largest, but makes its block's weight
-    NaN.
+    Also written: SIZE [B, K, N], float32 upper bounds on the largest norm of a key in each block; several rows of a kv head write the same.
+    EXACT_TOP [rows] is raised to a row's largest logit. The last program has the block that is encoded in part, and takes the newest
+    tokens' logits into account, by CODED_PEAK. A NaN logit is never the largest, but makes its block's weight NaN.
     """
     flag = tl.arange(0, FLAGS)
     j = tl.arange(0, BLOCK)

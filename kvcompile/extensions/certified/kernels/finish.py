@@ -1,4 +1,4 @@
-"""The end of a row of certified attention: its certificate, its checks, its result; and a step's telemetry. See ``certified``.
+"""The last kernels of certified attention: each row's certificate, checks and result, and the step's telemetry. See ``certified``.
 
     certify   one row each: combines the sums of ``bound_sums`` and ``weighted_values`` into the result and its certificate, and decides
               whether the row falls back
@@ -25,12 +25,12 @@ from kvcompile.schemes.certificate.telemetry import BINNED, COLUMNS, COUNTED
 
 
 def _place(name: str) -> tl.constexpr:
-    """Return the column of ``bound_sums`` of this name."""
+    """Return the index in ``bound_sums.COLUMNS`` of the column with this name."""
     return tl.constexpr(bound_sums.COLUMNS.index(name))
 
 
 def _left(name: str) -> tl.constexpr:
-    """Return the column of ``VALUE_COLUMNS`` of this name."""
+    """Return the index in ``bound_sums.VALUE_COLUMNS`` of the column with this name."""
     return tl.constexpr(bound_sums.VALUE_COLUMNS.index(name))
 
 
@@ -92,13 +92,13 @@ def safe_divisor(x):
 
 @triton.jit
 def column(columns, place: tl.constexpr):
-    """Return one entry of a vector of columns."""
+    """Return the entry of the vector ``columns`` at ``place``."""
     return tl.sum(tl.where(tl.arange(0, columns.shape[0]) == place, columns, 0.0), 0)
 
 
 @triton.jit
 def load_partials(SUMS, r, first, count, OF: tl.constexpr, WIDE: tl.constexpr):
-    """Load the columns of AT_ONCE of a row's ``count`` programs, [rows, programs, OF]."""
+    """Load the partial sums of AT_ONCE programs, from number ``first`` on, of row ``r``: [AT_ONCE, WIDE], from SUMS [rows, count, OF]."""
     program = first + tl.arange(0, AT_ONCE)[:, None]
     column = tl.arange(0, WIDE)[None, :]
     at = SUMS + (r.to(tl.int64) * count + program) * OF + column
@@ -107,7 +107,10 @@ def load_partials(SUMS, r, first, count, OF: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def sum_and_max(found, SUMS, r, count, OF: tl.constexpr, WIDE: tl.constexpr):
-    """Return the sum and the maximum of each column, NaN if any is NaN; ``found``: the first programs' columns, already loaded."""
+    """Return the sums and the maxima of the columns of SUMS, float64 [WIDE] each, over the ``count`` programs of row ``r``.
+
+    The maximum is NaN if any entry is, and so is the sum. ``found``: the first AT_ONCE programs' columns, already loaded.
+    """
     column = tl.arange(0, WIDE)[None, :]
     added = tl.zeros([WIDE], tl.float64)
     most = tl.full([WIDE], float("-inf"), tl.float64)
@@ -124,14 +127,16 @@ def sum_and_max(found, SUMS, r, count, OF: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def some_parts(PARTS, r, rows, first, count, DV: tl.constexpr, SPAN: tl.constexpr):
-    """Load SPAN of a row's ``count`` partial results, [count, rows, DV]."""
+    """Load SPAN partial results of row ``r``, from number ``first`` on: [SPAN, DV], from PARTS [count, rows, DV]."""
     part = first + tl.arange(0, SPAN)[:, None]
     return tl.load(PARTS + (part.to(tl.int64) * rows + r) * DV + tl.arange(0, DV)[None, :], mask=part < count, other=0.0)
 
 
 @triton.jit
 def result_of(parts, PARTS, r, rows, count, mass, DV: tl.constexpr, SPAN: tl.constexpr):
-    """Return the sum of partial results divided by their mass; ``parts``: the first of them, already loaded."""
+    """Return row r's output, float64 [DV]: the sum of its ``count`` partial results divided by ``mass``; ``parts``: the first, already
+    loaded.
+    """
     added = tl.zeros([SPAN, DV], tl.float64)
     for first in range(0, count, SPAN):
         added += parts.to(tl.float64)
@@ -141,9 +146,9 @@ def result_of(parts, PARTS, r, rows, count, mass, DV: tl.constexpr, SPAN: tl.con
 
 @triton.jit
 def certificate_of(sums, most, left, left_most, sink, output, OUT_UNIT: tl.constexpr, OUT_TINY: tl.constexpr):
-    """Return the bounds on the error of keys, of values, and of arithmetic: ``head_bounds.certificate`` from sums.
+    """Return a head's three error bounds, of keys, of values and of arithmetic, from its reduced sums; as ``head_bounds.certificate``.
 
-    Terms are linear in the center and in the largest norm, which are known last.
+    Terms are linear in the center and in the largest norm, which are known only after all blocks are summed.
     """
     least_sink = sink * (1.0 - 2.0**-20)
     total = safe_divisor(column(sums, TOTAL) + least_sink)
@@ -163,7 +168,12 @@ def found_of(
     SUMS, LEFT, PARTS, SINKS, TOP, r, rows, chunks, programs, parts, OUT_UNIT: tl.constexpr, OUT_TINY: tl.constexpr, DV: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    """Load a row's partial sums and results; return the sums, the result and its certificate."""
+    """Load row r's partial sums; return (sums, maxima, sums of values, output [DV], bounds of keys, of values, of arithmetic).
+
+    SUMS has ``chunks`` and LEFT ``programs`` partial sums of each row, with columns ``bound_sums.COLUMNS`` and ``VALUE_COLUMNS``; PARTS
+    [parts, rows, DV] holds the partial results. SINKS, TOP: the logit of the row's sink, and the row's largest logit. The bounds are those
+    of the distance from full-precision attention. All results are float64.
+    """
     # The first load of every kind is in flight before any is used.
     first_sums = load_partials(SUMS, r, 0, chunks, WIDTH, 16)
     first_left = load_partials(LEFT, r, 0, programs, LEFT_WIDTH, 8)
@@ -178,14 +188,17 @@ def found_of(
 
 @triton.jit
 def bounded(arithmetic, stored):
-    """Return the bound on the arithmetic; infinity if the ``stored`` result overflowed its dtype."""
+    """Return ``arithmetic``, a bound; infinity if the result ``stored`` in the output's dtype overflowed."""
     beyond = tl.max((tl.abs(stored.to(tl.float32)) == float("inf")).to(tl.int32), 0)
     return tl.where(beyond != 0, float("inf"), arithmetic)
 
 
 @triton.jit
 def first_of(SUMS, r, chunks, most, MASS: tl.constexpr, FIRST: tl.constexpr):
-    """Return the first block whose log-mass, in column MASS, is the largest; infinity if there is none."""
+    """Return, as float64, the lowest index of a block of row r whose log-mass equals the maximum ``most``; infinity if there is none.
+
+    In SUMS, column MASS holds each chunk's largest log-mass, and column FIRST the index of its first block with it.
+    """
     found = tl.full([], float("inf"), tl.float64)
     for first in range(0, chunks, AT_ONCE):
         chunk = first + tl.arange(0, AT_ONCE)
@@ -198,7 +211,7 @@ def first_of(SUMS, r, chunks, most, MASS: tl.constexpr, FIRST: tl.constexpr):
 
 @triton.jit
 def ranks_fail(SUMS, OWN, r, most, blocks, chunks, AGREE: tl.constexpr):
-    """Return the failures of ``certified.checks.rank_fails`` for one leading block, as bits."""
+    """Return the failures that ``certified.checks.rank_fails`` finds for one leading block, as bits of ``Cause``."""
     by_exact = column(most, BY_EXACT)
     first_by_exact = first_of(SUMS, r, chunks, by_exact, BY_EXACT, FIRST_BY_EXACT)
     standing = first_by_exact < blocks
@@ -221,10 +234,11 @@ def certify(
     OUT_UNIT: tl.constexpr, OUT_TINY: tl.constexpr, K: tl.constexpr, K2: tl.constexpr, ROWS: tl.constexpr, DV: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    """Write one row's result, figures and counters, [rows, ...], and (DENSE) whether it falls back.
+    """Write RESULT [rows, DV], FOUND [rows, figures] and COUNTED_OUT [rows, counts] of one row, and whether it falls back, to FALLS [rows].
 
-    RANKED above one: GIVEN has the causes of ranks. STATS [rows, 3]: see ``select_blocks``. For a row that falls back ``finalize``
-    overwrites the result and its bound. EXACT_TOP: the initial value of the maximum in ``dense_scores``.
+    A row falls back if a check fails (never unless DENSE); ``finalize`` then overwrites its result and bound. Also written: EXACT_TOP
+    [rows], the row's sink, from which the maximum of ``dense_scores`` starts. RANKED above one: GIVEN has the causes of ranks. STATS [rows,
+    3]: see ``select_blocks``.
     """
     r = tl.program_id(0)
     sums, most, left, output, by_keys, by_values, arithmetic = found_of(
@@ -283,7 +297,7 @@ def finalize(
     DV: tl.constexpr, SPAN: tl.constexpr, DENSE: tl.constexpr, COUNTS_STEPS: tl.constexpr, KEY_BYTES: tl.constexpr,
     VALUE_BYTES: tl.constexpr, KEYS_STAGED: tl.constexpr, VALUES_STAGED: tl.constexpr,
 ):
-    """Write the results of one kv head's rows that fall back (DENSE); add all its rows to the telemetry (COUNTS_STEPS).
+    """Overwrite RESULT and its bound in FOUND for one kv head's rows that fall back (DENSE); add all its rows to TELEMETRY (COUNTS_STEPS).
 
     The latter is ``certificate.telemetry.accumulate``. KEY_BYTES and VALUE_BYTES: bytes of a block's originals in host memory, else zero;
     if they are staged, ``stage_blocks`` counts promoted blocks.
@@ -351,26 +365,29 @@ def finalize(
 
 @triton.jit
 def add_to(HELD, amount):
-    """Add ``amount`` to the accumulator at HELD."""
+    """Add ``amount`` to the number in memory at the pointer HELD; returns nothing, and is not atomic."""
     tl.store(HELD, tl.load(HELD) + amount)
 
 
 @triton.jit
 def of_column(counted, column, place: tl.constexpr):
-    """Return one of the counters of each row, zero for absent rows."""
+    """Return the counter at column ``place`` of each row, [rows]; zero for absent rows."""
     return tl.sum(tl.where((column == place)[None, :], counted, 0), 1)
 
 
 @triton.jit
 def bin_of(x):
-    """Return the bin of a nonnegative float32 number; the last one for NaN."""
+    """Return the histogram bin of a nonnegative float32 number, a quarter of an octave wide; the last bin for NaN."""
     index = (x.to(tl.int32, bitcast=True) >> 21) - FIRST_BITS
     return tl.where(x == x, tl.minimum(tl.maximum(index, 0), BINS - 1), BINS - 1)
 
 
 @triton.jit
 def count_histograms(HELD, figures, counted, mine, column):
-    """Add each row to the bins of its figures and counters; rows may share a bin."""
+    """Add one to a bin of each histogram at HELD for each of ``mine`` rows: those of its binned figures and counters.
+
+    Rows may share a bin.
+    """
     returned = tl.where(column == RETURNED, 2, tl.where(column == RETURNED + 1, 3, -1))
     add_rows(HELD, tl.where(column == CANDIDATES, 0, tl.where(column == CANDIDATES + 1, 1, returned)), bin_of(figures), mine)
     which = tl.where(column == KEY_COUNT, OF_FIGURES, tl.where(column == VALUE_COUNT, OF_FIGURES + 1, -1))
@@ -379,14 +396,16 @@ def count_histograms(HELD, figures, counted, mine, column):
 
 @triton.jit
 def add_rows(HELD, which, bins, mine):
-    """Add one to the bin of each row and of each column that has a histogram; ``which``: the column's histogram, -1 for none."""
+    """Add one at HELD for each of ``mine`` rows and each column with a histogram, in its bin; ``which``: the column's histogram, -1 for
+    none.
+    """
     counts = mine[:, None] & (which >= 0)[None, :]
     tl.atomic_add(HELD + HISTOGRAMS_AT + which[None, :] * BINS + bins, tl.full(bins.shape, 1.0, tl.float64), mask=counts, sem="relaxed")
 
 
 @triton.jit
 def keep_last(HELD, figures, counted, row, mine, column, S: tl.constexpr, ROWS: tl.constexpr):
-    """Store the figures and counters of each query head's newest query."""
+    """Store at HELD, as the last step's, the number of query heads, and the figures and counters of each head's newest query."""
     head = row // S
     kept = (mine & (row % S == S - 1) & (head < LAST_HEADS))[:, None]
     tl.store(HELD + LAST_AT, tl.full([], ROWS // S, tl.float64))

@@ -49,7 +49,7 @@ ODD = tl.constexpr("{ .reg .b32 t; shr.b32 t, $1, 8; lop3.b32 $0, t, 0x00FF00FF,
 
 @triton.jit
 def between(x, least, most):
-    """Return a position clamped to the planes, int32."""
+    """Return positions x as int32, clamped to [least, most]: positions in a mask may be outside of the planes."""
     return tl.minimum(tl.maximum(x, least), most).to(tl.int32)
 
 
@@ -77,14 +77,16 @@ def nearest(x, PACKED: tl.constexpr):
 
 @triton.jit
 def beside(a, b, c, d):
-    """Return four vectors as the columns of a matrix; a row of it is in one thread, so that it is stored 16 bytes at a time."""
+    """Return four vectors [n] as the columns of [n, 4]; a thread holds whole rows, which it stores 16 bytes at a time."""
     pairs = tl.join(tl.join(a, c), tl.join(b, d))
     return tl.reshape(pairs, [pairs.shape[0], 4])
 
 
 @triton.jit
 def every_other(AT_Q, q_h, q_s, r0, odd, D: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr):
-    """Load every other channel of four rows of queries, [D / 2, 4]; the last row is repeated if there are fewer."""
+    """Load the even (``odd`` 0) or odd (1) channels of four query rows from ``r0`` on, float32 [D / 2, 4]; the last row repeats if fewer
+    exist.
+    """
     c = 2 * tl.arange(0, D // 2) + odd
     one = tl.minimum(r0 + 1, ROWS - 1)
     two = tl.minimum(r0 + 2, ROWS - 1)
@@ -98,7 +100,7 @@ def every_other(AT_Q, q_h, q_s, r0, odd, D: tl.constexpr, S: tl.constexpr, ROWS:
 
 @triton.jit
 def unpacked(words, PACKED: tl.constexpr):
-    """Return the codes of words plus 128, times 2^-24, as float16: of the low bytes and of the high ones."""
+    """Return the int8 codes in the low bytes, and in the high bytes, of 16-bit words, as float16 (code + 128) * 2^-24."""
     if PACKED:
         low = tl.inline_asm_elementwise(EVEN, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2)
         high = tl.inline_asm_elementwise(ODD, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2)
@@ -110,7 +112,9 @@ def unpacked(words, PACKED: tl.constexpr):
 
 @triton.jit
 def limbs(w):
-    """Return float32 [channels, rows] as two float16 numbers each, in adjacent columns."""
+    """Return float32 [channels, rows] as float16 [channels, 2 rows]: each number as its high part and the remainder,
+    in adjacent columns.
+    """
     high = w.to(tl.float16)
     low = (w - high.to(tl.float32)).to(tl.float16)
     return tl.reshape(tl.join(high, low), [w.shape[0], 2 * w.shape[1]])
@@ -121,9 +125,11 @@ def code_scores(
     q_even, q_odd, size, lows, highs, CODES, STEPS, ZEROS, MU, LOGITS, CHANNELS, PEAK, WEIGHT, row, n, out, of_row,
     SCALE: tl.constexpr, D: tl.constexpr, OF_STEP: tl.constexpr, OF_ZERO: tl.constexpr, OF_ONE: tl.constexpr, PACKED: tl.constexpr,
 ):
-    """Store the scores of one encoded block for ROW_TILE rows: LOGITS, their PEAK, the sum of exp relative to it (WEIGHT), and CHANNELS.
+    """Write one encoded block's LOGITS, PEAK, WEIGHT and CHANNELS for ROW_TILE rows of a kv head.
 
-    CHANNELS gets sum_c |q_c| radius_c. Queries come divided by ``size``, so results are multiplied by it. NaN if they may overflow.
+    PEAK: the largest logit; WEIGHT: the sum of exp(logit - PEAK); CHANNELS: sum_c |q_c| radius_c. Queries come divided by ``size``, so
+    results are multiplied by it. ``row``: the block's index in its page; ``out``: index of each row's block 0. NaN if a result may
+    overflow.
     """
     j = tl.arange(0, BLOCK)[:, None]
     c = tl.arange(0, D // 2)
@@ -179,7 +185,10 @@ def newest_scores(
     AT_Q, low, high, CODES, STEPS, ZEROS, RECENT_K, LOGITS, CHANNELS, PEAK, WEIGHT, row, rk_t, newest, n, base,
     SCALE: tl.constexpr, D: tl.constexpr, OF_STEP: tl.constexpr, OF_ZERO: tl.constexpr, OF_ONE: tl.constexpr,
 ):
-    """Score a block with newest tokens for one row, in float32 and PART tokens at a time; tokens from ``base`` on are not encoded."""
+    """Write one row's LOGITS, PEAK, WEIGHT and CHANNELS of block n, which contains newest tokens; in float32.
+
+    Tokens at positions from ``base`` on are read from RECENT_K, earlier ones from codes. The outputs are as in ``code_scores``.
+    """
     c = tl.arange(0, D)[None, :]
     q = tl.load(AT_Q + c).to(tl.float32)
     step = tl.load(STEPS + row * D + c)
@@ -212,7 +221,11 @@ def largest_norm(RECENT, recent_t, t, seen, D: tl.constexpr):
 def deviations(
     CHANNELS, PEAK, WEIGHT, DELTA, OWN, at, of_row, live, unseen, alone, kappa, mu, query_norm, SCALE: tl.constexpr, D: tl.constexpr,
 ):
-    """Write the deviations of logits of blocks and rows [blocks, rows], from codes and from originals; reset hidden blocks to no mass."""
+    """Write DELTA and OWN, upper bounds on the error of a logit of blocks [blocks, rows], by codes and by originals.
+
+    For ``unseen`` blocks PEAK becomes -inf and WEIGHT 0, so they have no mass. ``at``: indices of the entries; ``alone``: blocks without
+    codes.
+    """
     channels = tl.load(CHANNELS + at, mask=live & (alone == 0), other=0.0).to(tl.float64)
     own = rounding(0.0, 0.0, mu, 0.0, query_norm, SCALE, D + 4.0)
     delta = coded(0.0, channels, kappa, mu, 0.0, query_norm, SCALE, D + 8.0)
@@ -224,7 +237,10 @@ def deviations(
 
 @triton.jit
 def note(NOTES, place, kappa, mu, eta, nu, mask):
-    """Store the norms of blocks in NOTES, which all other kernels read."""
+    """Store four norms of each block in NOTES [blocks, 4], which all later kernels read: the largest norms over its tokens.
+
+    ``kappa``: of key minus decoded key; ``mu``: of keys; ``eta``: of value minus decoded value; ``nu``: of values.
+    """
     tl.store(NOTES + place * 4, kappa, mask=mask)
     tl.store(NOTES + place * 4 + 1, mu, mask=mask)
     tl.store(NOTES + place * 4 + 2, eta, mask=mask)
@@ -241,11 +257,12 @@ def key_scores(
     SPAN: tl.constexpr, PER_PAGE: tl.constexpr, KEY_NOTE: tl.constexpr, OF_STEP: tl.constexpr, OF_ZERO: tl.constexpr,
     OF_ONE: tl.constexpr, HAS_LO: tl.constexpr, HAS_SINK: tl.constexpr, PACKED: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """Score ``span`` (at most SPAN) blocks of one kv head for ROW_TILE rows: logits, each block's masses, deviations and notes.
+    """Score ``span`` (at most SPAN) blocks of one kv head for ROW_TILE rows by codes: write LOGITS, PEAK, WEIGHT, CHANNELS, DELTA and OWN.
 
-    The last program of a head has the blocks with newest tokens; it measures mu and nu of those wholly in the window. It also writes the
-    other kernels' inputs: AT, each row's sink in float32, the norm of its query, and DAMAGED = 0. Every block of the planes is written;
-    those that a row does not see get no mass.
+    All are float32: LOGITS by token, the others [B, K, rows, N] (``code_scores``, ``deviations``). The first tile of rows also writes NOTES
+    [B, K, N, 4]. The last program of a head has the blocks with newest tokens; it measures mu and nu of those wholly in the window, and
+    writes other kernels' inputs: AT, SINKS (each row's sink), QUERY_NORM, and DAMAGED = 0. Every block of the planes is written; those that
+    a row does not see get no mass.
     """
     pair = tl.program_id(1)
     b = (pair // K).to(tl.int64)

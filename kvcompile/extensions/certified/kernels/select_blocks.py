@@ -22,20 +22,26 @@ LARGEST_DELTA = tl.constexpr(promotion.LARGEST_DELTA)
 
 @triton.jit
 def gap_of(peak, top, live):
-    """Return how far a block's largest logit is below the head's, float64; -1e4, whose exp is zero, for hidden blocks."""
+    """Return a block's largest logit minus the head's largest, float64, at least -1e4 (the exp of which is zero); -1e4
+    for hidden blocks.
+    """
     apart = peak.to(tl.float64) - top.to(tl.float64)
     return tl.where(live, tl.where(apart < -1e4, -1e4, apart), -1e4)
 
 
 @triton.jit
 def in_fours(blocks):
-    """Return the number of blocks, always a multiple of four, in a form that tells the compiler so: it then loads four float32 at once."""
+    """Return ``blocks``, always a multiple of four, in a form that tells the compiler so; it then loads four float32
+    with one instruction.
+    """
     return blocks // 4 * 4
 
 
 @triton.jit
 def drawn_before(clock, b, k, q):
-    """Return the hash of ``certified.promotion.chance`` over a row's indices, before that of a block: its lowest 32 bits, which suffice."""
+    """Return the hash of a row from ``clock``, b, k and q, the low 32 bits of ``certified.promotion.chance`` before its block's index is
+    mixed in.
+    """
     x = clock.to(tl.int64).to(tl.uint32) * 0x27D4EB2F
     x = mixed_with(x, b)
     x = mixed_with(x, k)
@@ -44,14 +50,17 @@ def drawn_before(clock, b, k, q):
 
 @triton.jit
 def mixed_with(x, place):
-    """Return a 32-bit hash mixed with one more index."""
+    """Return the 32-bit hash ``x`` with the index ``place`` mixed in."""
     x = (x ^ (place + 1).to(tl.uint32)) * 0x9E3779B1
     return x ^ (x >> 15)
 
 
 @triton.jit
 def draw(before, n):
-    """Return ``chance`` times 2^32 of block n, from the hash of its row."""
+    """Return the random number of block n at this step, int64 in [0, 2^32): 2^32 times ``promotion.chance`` of the block.
+
+    ``before``: the row's hash from ``drawn_before``.
+    """
     x = mixed_with(before, n)
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x046CA68B
@@ -60,7 +69,7 @@ def draw(before, n):
 
 @triton.jit
 def drawn_of(EXPLORED, place, kept, before, n, blocks, EXPLORE: tl.constexpr):
-    """Draw the random subset of unselected blocks to check against originals, and store its flags."""
+    """Return which of the ``kept`` blocks are drawn at random to be checked against originals; also write these flags to EXPLORED."""
     explored = kept & (draw(before, n) < EXPLORE)
     tl.store(EXPLORED + place, explored.to(tl.int8), mask=n < blocks)
     return explored
@@ -68,7 +77,7 @@ def drawn_of(EXPLORED, place, kept, before, n, blocks, EXPLORE: tl.constexpr):
 
 @triton.jit
 def listed(LIST, before, first, chosen):
-    """Append the chosen ones of the blocks from ``first`` on to a row's list that has ``before`` entries; returns its new length.
+    """Append the indices of the ``chosen`` blocks, of those from ``first`` on, to LIST, behind ``before`` entries; return its new length.
 
     Runs of RUN blocks are summed first, each within a warp: one sum over all would pass through all warps run by run.
     """
@@ -85,32 +94,38 @@ def listed(LIST, before, first, chosen):
 
 @triton.jit
 def mass_of(peak, weight, top, live):
-    """Return the mass of blocks relative to the largest logit, float32; zero for hidden blocks."""
+    """Return each block's softmax mass relative to the logit ``top``, weight * exp(peak - top), float32; zero for hidden blocks."""
     return tl.where(live, weight, 0.0) * exp_of(tl.where(live, peak - top, LOWEST))
 
 
 @triton.jit
 def one_over(total):
-    """Return the reciprocal of a float64 sum as float32; a large number for sums near zero."""
+    """Return 1 / ``total`` of a float64 sum as float32; at most 1e30, so that a sum near zero gives no Inf."""
     return (1.0 / tl.where(total < 1e-30, 1e-30, total)).to(tl.float32)
 
 
 @triton.jit
 def raised_by(delta):
-    """Return exp(delta) rounded up, float32; ``delta`` is cut at LARGEST_DELTA."""
+    """Return exp(``delta``) rounded up, float32; ``delta`` is limited to LARGEST_DELTA."""
     return tl.exp(tl.where(delta > LARGEST_DELTA, LARGEST_DELTA, delta)) * (1.0 + 2.0**-18)
 
 
 @triton.jit
 def share_at_most(mass, raised, delta, of_least, coded):
-    """Return an upper bound on each encoded block's share of the exact mass, float32; one if its deviation bounds nothing. NaN stays."""
+    """Return an upper bound on each encoded block's share of the exact mass, float32; 1 if the block's deviation is too large for a bound.
+
+    Zero for blocks that are not ``coded``; NaN stays NaN.
+    """
     share = mass * raised * of_least
     return tl.where(coded, tl.where((share > 1.0) | (delta > LARGEST_DELTA), 1.0, share), 0.0)
 
 
 @triton.jit
 def flag_explored(VALUES, place, n, blocks, explored):
-    """Add the explored blocks to the flags in VALUES; each thread reads only flags that it has written."""
+    """Set flags in VALUES, at ``place``, for the blocks ``n`` where the mask ``explored`` is true; other flags stay.
+
+    No barrier is needed: a thread reads only flags that it has written.
+    """
     flagged = (tl.load(VALUES + place, mask=n < blocks, other=0) != 0) | explored
     tl.store(VALUES + place, flagged.to(tl.int8), mask=n < blocks)
 
@@ -120,9 +135,11 @@ def shares_of_row(
     PEAK, WEIGHT, DELTA, NOTES, TOP, ORDER, SURE, TERM, VALUES, blocks, high, low, base, sink, V_TOL: tl.constexpr, WIDEN: tl.constexpr,
     CERTAIN: tl.constexpr, CHUNK: tl.constexpr,
 ):
-    """Write, for the blocks of one row, shares of mass (ORDER), SURE and TERM, and its TOP; return the number of candidates, and an edge.
+    """Write ORDER, VALUES, TOP and, if needed, SURE and TERM of one row; return the number of candidates and an edge.
 
-    The pointers are to the row's own entries. The edge: int32 bits that none of the row's ORDER reaches.
+    ORDER: each encoded block's share of the mass by codes, -1 for others. VALUES: flags of blocks that may add more than V_TOL to the value
+    bound. TOP: the largest logit. SURE (CERTAIN): upper bounds on exact shares. TERM (WIDEN): each block's term of the key bound. The edge:
+    int32 bits that no ORDER of the row reaches. The pointers are to the row's own entries.
     """
     i = tl.arange(0, CHUNK)
     tops = tl.full([CHUNK], float("-inf"), tl.float32)
@@ -182,9 +199,10 @@ def shares_of_row(
 def drawn_and_listed(
     chosen, coded, ORDER, READ, EXPLORED, VALUES, LIST, n, blocks, first, count, before, tail, drawn, EXPLORE: tl.constexpr,
 ):
-    """Draw the explored blocks of one chunk of a row besides the ``chosen`` ones; write flags and list.
+    """Draw the explored blocks of one chunk of a row besides the ``chosen`` ones; write READ, EXPLORED and VALUES, and append to LIST.
 
-    Returns the list's length, the tail's mass and the number of explored blocks, each with this chunk added.
+    READ flags the chosen and the explored blocks, which VALUES gains too; without EXPLORE only READ and LIST are written. Returns the
+    list's length, the tail's mass and the number of explored blocks, each with this chunk added.
     """
     kept = coded & (chosen == 0)
     if EXPLORE > 0:
@@ -204,7 +222,13 @@ def unite_blocks(
     ORDER, CHOSEN, READ, EXPLORED, VALUES, LIST, LISTED, STATS, AT, CLOCK, blocks,
     EXPLORE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, CHUNK: tl.constexpr,
 ):
-    """Write one row's READ: the blocks that any query head of its kv head has CHOSEN for the same query, and the explored ones."""
+    """Write READ, the flags of the blocks that one row reads: those CHOSEN by any query head of its kv head, and the explored ones.
+
+    A row is one query of one query head; CHOSEN of the same query is united. Explored blocks are drawn at random from the rest, by CLOCK,
+    the step's number. Also written: LIST and LISTED, the indices of the flagged blocks and their number; STATS[1] and [2], the sum of ORDER
+    over the encoded blocks not read and the number of explored ones; unless EXPLORE is 0, EXPLORED, and VALUES, which gains the explored
+    ones.
+    """
     r = tl.program_id(0)
     rows: tl.constexpr = G * S
     at = AT + r // (rows * K) * (2 * S + 1)
@@ -243,18 +267,19 @@ def select_blocks(
 ):
     """Choose the blocks of one row that are promoted to original keys, the others that are read to be checked, and the promoted values.
 
+    Written, one row each: CHOSEN, VALUES and EXPLORED [rows, N], flags; LIST [rows, N], the LISTED blocks of CHOSEN in their order; STATS
+    [rows, 3]: whether widened, the tail's mass, the number of explored blocks; TOP: the largest logit by codes, which ``exact_scores`` may
+    raise and to which all later weights are relative. With KEEP, the list and the draw are left to ``unite_blocks``, which also uses the
+    shares in ORDER. ORDER and SURE (float32) and TERM (float64) are scratch.
+
     Keys: the least number of largest shares, from LEAST to MOST, such that the shares of the rest sum to at most COVER. More, up to
     MOST_WIDENED, if that makes the rest at most COVER of the exact mass too (CERTAIN), and so that the rest adds at most BUDGET to the key
     bound (WIDEN). COVER below zero: all. EXPLORE: other blocks whose draw, of 2^32, is below it are read too; they are flagged in EXPLORED,
     and in CHOSEN like promoted ones. VALUES: blocks that may add more than V_TOL to the value bound, and explored ones.
 
-    LIST [rows, N] holds the LISTED blocks of CHOSEN in their order. STATS [rows, 3]: whether widened, the tail's mass, the number of
-    explored blocks. TOP: the largest logit by codes, which ``exact_scores`` may raise; all later weights are relative to it.
-    KEEP: leave the list and the draw to ``unite_blocks``, which also uses the shares in ORDER.
-
     A row of any length is read in chunks of CHUNK blocks: the cost of a step must not jump when a cache has room for one more page. Budgets
-    are constants, since an operand would be float32. Shares only order the blocks, so they are float32: one
-    multiprocessor's first cache then holds a long row. ORDER and SURE (float32) and TERM (float64) are scratch.
+    are constants, since an operand would be float32. Shares only order the blocks, so they are float32: one multiprocessor's first cache
+    then holds a long row.
     """
     r = tl.program_id(0)
     rows: tl.constexpr = G * S

@@ -38,7 +38,9 @@ def rows_of_slot(SCRATCH, n, sets, slot, D: tl.constexpr):
 
 @triton.jit
 def asked_for(READ, EXPLORED, pair, n, blocks, ROWS: tl.constexpr, ROWS2: tl.constexpr, EXPLORE: tl.constexpr):
-    """Return the number of rows that request each block, and whether it is promoted by any of them."""
+    """Return the number of rows of a kv head that request each block n, and whether any of these rows promotes it (not
+    only explores it).
+    """
     r = tl.arange(0, ROWS2)
     inside = (n < blocks)[None, :] & (r < ROWS)[:, None]
     flags = (pair * ROWS + r).to(tl.int64)[:, None] * blocks + n[None, :]
@@ -51,7 +53,10 @@ def asked_for(READ, EXPLORED, pair, n, blocks, ROWS: tl.constexpr, ROWS2: tl.con
 
 @triton.jit
 def turns(last, kept):
-    """Return the eviction rank of each slot of a set (least recently used first, ``kept`` ones last), and whether it may be evicted."""
+    """Return for each slot of a set its rank in the order of eviction, and whether it may be evicted (not ``kept``).
+
+    The least recently used slot comes first, slots that are ``kept`` last. ``last``: the step of each slot's last use.
+    """
     slot = tl.arange(0, SET)
     # Distinct for all slots: the step of last use, then the slot's index.
     order = tl.where(kept == 0, last.to(tl.int64) * SET + slot, 2**62)
@@ -60,10 +65,11 @@ def turns(last, kept):
 
 @triton.jit
 def given(holds, place, misses, before, turn, free, count):
-    """Assign missing blocks to evictable slots. Returns each block's slot + 1, and for each slot the block to copy in, -1 for none.
+    """Assign missing blocks of a chunk to evictable slots; return each block's slot + 1 (0: none), and for each slot the block to copy in.
 
+    ``place``: each block's slot + 1 before; ``holds``: [blocks, slots], whether a slot holds it; ``turn``, ``free``: see ``turns``.
     ``before``: missing blocks of the set in earlier chunks; ``count``: missing blocks of the set in all. A block to copy in is an index in
-    the chunk.
+    the chunk, -1 for none.
     """
     i = tl.arange(0, CHUNK)
     slot = tl.arange(0, SET)
@@ -82,10 +88,13 @@ def stage_blocks(
     D: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, ROWS2: tl.constexpr, PER_PAGE: tl.constexpr, EXPLORE: tl.constexpr,
     COUNTS_STEPS: tl.constexpr, FOUND: tl.constexpr, FETCHED: tl.constexpr, BYTES: tl.constexpr,
 ):
-    """Stage the blocks of one set of one kv head. READ [rows, N] requests blocks, EXPLORED some of them; HELD[0] is the step's number.
+    """Copy requested blocks of one set of one kv head from ORIGINALS to SCRATCH; write each requested block's slot to FOUND_AT.
 
-    FOUND_AT, int32 [B, K, N]: the slot of each requested block, -1 if it is to be read from ORIGINALS. PLACES: see
-    ``certified.scheme``. COUNTS_STEPS: HELD is the telemetry, FOUND, FETCHED and BYTES its columns.
+    A program has one set of one kv head of one batch row: the 16 slots in SCRATCH that blocks n with equal n modulo ``sets`` share. READ
+    [rows, N] flags the blocks that a row requests; EXPLORED flags those that it only explores, which get no slot by that alone. FOUND_AT,
+    int32 [B, K, N]: a slot of the set, -1 if the block is to be read from ORIGINALS; not written for blocks that no row requests. PLACES
+    (``certified.scheme``): also updated, each block's slot + 1 or 0, and the step of its last use. HELD[0]: the step's number.
+    COUNTS_STEPS: HELD is the telemetry, to whose columns FOUND, FETCHED and BYTES the head's counts are added.
     """
     group = tl.program_id(0)
     pair = tl.program_id(1)

@@ -20,13 +20,13 @@ NEAR = tl.constexpr(1 << 26)
 
 @triton.jit
 def bits_of(ORDER, n, blocks):
-    """Load the order keys of blocks n as bits."""
+    """Load the order keys of blocks n as int32 bits; -1.0 in place of blocks beyond the row's last."""
     return tl.load(ORDER + n, mask=n < blocks, other=-1.0).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def reaching(ORDER, blocks, edge, CHUNK: tl.constexpr):
-    """Return the number of entries at or above an edge."""
+    """Return the number of a row's blocks whose order key in ORDER is at or above ``edge``."""
     i = tl.arange(0, CHUNK)
     count = tl.zeros([CHUNK], tl.int32)
     for first in range(0, blocks, CHUNK):
@@ -36,9 +36,9 @@ def reaching(ORDER, blocks, edge, CHUNK: tl.constexpr):
 
 @triton.jit
 def below(ORDER, AMOUNT, blocks, edge, CHUNK: tl.constexpr):
-    """Return (sum, count, largest) at an edge: over candidates with keys below it, the sum (float64) and the largest of AMOUNT.
+    """Return (sum, count, largest): sum (float64) and largest of AMOUNT over the candidates whose order key in ORDER is below ``edge``.
 
-    ``count``: the number of candidates with keys at or above the edge.
+    ``count``: the number of the other candidates, whose order key is at or above ``edge``.
     """
     i = tl.arange(0, CHUNK)
     count = tl.zeros([CHUNK], tl.int32)
@@ -63,10 +63,11 @@ def middle(low, high):
 
 @triton.jit
 def edge_of_count(ORDER, blocks, count, low, reach_low, high, reach_high, CHUNK: tl.constexpr):
-    """Bisect for the ``count``-th largest entry. Returns the edges around it, and how many entries reach each.
+    """Bisect between ``low`` and ``high``, bits of order keys, for the edge that exactly ``count`` of a row's blocks in ORDER reach.
 
-    The first edge is reached by exactly ``count`` entries, unless equal ones straddle the count. ``low`` is reached by at least ``count``,
-    ``high`` by fewer (or, if ``count`` is zero, by none).
+    Returns (low, number that reach low, high, number that reach high). A block reaches an edge if its key is at or above it. On entry at
+    least ``count`` blocks reach ``low``, and fewer reach ``high``; afterwards exactly ``count`` reach ``low``, unless blocks with equal
+    keys straddle the count. With ``count`` 0 the edges are returned as they came.
     """
     while (reach_low > count) & (high - low > 1) & (count > 0):
         edge = middle(low, high)
@@ -81,9 +82,9 @@ def edge_of_count(ORDER, blocks, count, low, reach_low, high, reach_high, CHUNK:
 
 @triton.jit
 def edge_of_tail(ORDER, AMOUNT, blocks, low, reach_low, high, reach_high, BUDGET: tl.constexpr, CHUNK: tl.constexpr):
-    """Bisect for the highest edge whose tail sums to at most BUDGET. Returns the edge and the number of candidates that reach it.
+    """Bisect for the highest edge such that AMOUNT below it sums to at most BUDGET. Returns it and how many candidates reach it.
 
-    ``low``: an edge whose tail fits. The edge may be lower if no further candidate reaches it.
+    ``low``: an edge whose tail fits. The result may be lower than the highest if no further candidate reaches that one.
     """
     amount, _reach, _largest = below(ORDER, AMOUNT, blocks, high, CHUNK)
     fits = amount <= BUDGET
@@ -103,7 +104,7 @@ def edge_of_tail(ORDER, AMOUNT, blocks, low, reach_low, high, reach_high, BUDGET
 
 @triton.jit
 def edge_at(low, reach_low, high, reach_high, count):
-    """Return the lowest edge that at most ``count`` entries reach, given the result of ``edge_of_count``, and how many reach it."""
+    """Return (edge, entries that reach it): of the two edges of ``edge_of_count``, the lower one that at most ``count`` entries reach."""
     return tl.where(reach_low == count, low, high), tl.where(reach_low == count, reach_low, reach_high)
 
 
@@ -111,10 +112,12 @@ def edge_at(low, reach_low, high, reach_high, count):
 def certain_count(
     ORDER, SURE, blocks, count, edge, available, top, COVER: tl.constexpr, MOST_WIDENED: tl.constexpr, CHUNK: tl.constexpr,
 ):
-    """Return how many blocks to promote so that the rest is at most COVER of the exact mass too; 0 without a need or a way.
+    """Return how many leading blocks leave SURE of the rest at most COVER; 0: keep the ``count`` blocks that reach ``edge``.
 
-    There is no need if ``count`` blocks, those that reach ``edge``, are enough, and no way if MOST_WIDENED are not. SURE: upper bounds on
-    exact shares. One pass suffices without a need, or if the further blocks, at the largest remaining share each, could not close the gap.
+    ORDER, SURE [blocks]: order keys of a row, and upper bounds on its blocks' shares of the exact mass. 0 is returned if SURE of the blocks
+    below ``edge`` already sums to at most COVER, or if more than MOST_WIDENED blocks would be needed. ``available``: number of candidates;
+    ``top``: an edge that none reaches. One pass decides if no more are needed, or if more blocks of the largest remaining share could not
+    close the gap.
     """
     sure = available * 0
     left, _reach, largest = below(ORDER, SURE, blocks, edge, CHUNK)
@@ -134,7 +137,8 @@ def leading(
     ORDER, SURE, TERM, blocks, available, top, COVER: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, BUDGET: tl.constexpr,
     MOST_WIDENED: tl.constexpr, CERTAIN: tl.constexpr, WIDEN: tl.constexpr, CHUNK: tl.constexpr,
 ):
-    """Return edge, ties, tied, widened. Leading are the entries that reach the edge, and the first ``ties`` of those equal to ``tied``.
+    """Return (edge, ties, tied, widened), which define a row's leading entries: every entry of ``edge`` or more, and the first ``ties``
+    entries equal to ``tied``.
 
     ``available``: number of candidates; ``top``: an edge that none reaches. With COVER >= 1 the rest may hold everything; with COVER < 0
     all candidates lead. LEAST, MOST and MOST_WIDENED limit their number.
@@ -180,7 +184,7 @@ def leading(
 
 @triton.jit
 def led(bits, edge, ties, tied):
-    """Return whether each block is among the leading ones, and how many of the ``ties`` are left for later blocks."""
+    """Return (whether each block of a chunk is among the leading ones, how many of the ``ties`` are left for later chunks)."""
     chosen = bits >= edge
     if ties > 0:
         equal = ((bits == tied) & (bits < edge)).to(tl.int32)

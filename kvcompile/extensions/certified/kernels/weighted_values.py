@@ -76,7 +76,11 @@ def decoded(words, step, zero, HIGH: tl.constexpr, SECOND: tl.constexpr, PACKED:
 
 @triton.jit
 def left_of(READ, rows, first, stop, blocks, T: tl.constexpr):
-    """Return 1.0 for tokens whose block is read from originals, else 0.0. float32: an int8 mask would change the dot operands' layout."""
+    """Return, for four rows and T tokens, 1.0 for a token to leave out, else 0.0; float32 [4, T].
+
+    Left out are tokens of blocks that another kernel reads from originals, and tokens past ``stop``. Not an int8 mask, which would change
+    the layout of the dot's operands.
+    """
     # One thread has eight tokens.
     t = first + 8 * tl.arange(0, T // 8)
     taken = tl.load(READ + rows[:, None] * blocks + (t // BLOCK)[None, :], mask=(t < stop)[None, :], other=1)
@@ -85,7 +89,10 @@ def left_of(READ, rows, first, stop, blocks, T: tl.constexpr):
 
 @triton.jit
 def weights_of(LOGITS, rows, top, taken, t, start, stop, blocks):
-    """Return weights of four rows as two numbers each, float16 [tokens, 8]: RAISED times a weight is the first plus second / APART."""
+    """Return the softmax weights of four rows, each as two float16 numbers, [tokens, 8]: RAISED * weight = first + second / APART.
+
+    Zero for tokens of blocks that are ``taken``: another kernel reads their values from originals.
+    """
     seen = (t >= start) & (t < stop)
     logit = tl.load(LOGITS + rows[:, None] * blocks * BLOCK + t[None, :], mask=seen[None, :], other=float("-inf"))
     weight = exp_of(tl.where(taken == 0, logit, float("-inf")) - top[:, None]) * RAISED
@@ -96,14 +103,14 @@ def weights_of(LOGITS, rows, top, taken, t, start, stop, blocks):
 
 @triton.jit
 def spread(scales, WORDS: tl.constexpr):
-    """Return scales [tokens, groups] repeated for the words of each group."""
+    """Return ``scales`` [tokens, groups] repeated for the words of each group: [tokens, WORDS]."""
     each: tl.constexpr = WORDS // scales.shape[1]
     return tl.reshape(tl.broadcast_to(scales[:, :, None], [scales.shape[0], scales.shape[1], each]), [scales.shape[0], WORDS])
 
 
 @triton.jit
 def added(total, values, weights, one):
-    """Return a tile's sums plus the split's ``total``.
+    """Return values^T times weights, a tile's sums [channels, columns], plus ``total``, the split's sums so far.
 
     The factor ``one`` is no constant: the compiler could make a plain sum the product's accumulator, a longer chain of roundings.
     """
@@ -116,7 +123,12 @@ def weighted_codes(
     DV: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr, T: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """Write the sums over tokens from ``first`` (a multiple of T) up to ``end`` without flagged blocks; weights are made a tile ahead."""
+    """Write OUT [ROWS, DV] of one kv head, rows ``r0`` to ``r0`` + TILE - 1: sums over tokens of exp(logit - TOP) times value.
+
+    Tokens are those from ``first``, a multiple of T, to ``end`` - 1 that are also from ``start`` to ``stop`` - 1, without those in blocks
+    flagged in READ. CODES, STEPS, ZEROS and OUT point to the head; ``heads``: index of its first row in LOGITS, TOP and READ. Weights are
+    made a tile ahead.
+    """
     WORDS: tl.constexpr = DV // 4
     RUNS: tl.constexpr = DV // GROUP
     lane = tl.arange(0, T)
@@ -176,7 +188,7 @@ def weighted_whole(
     VALUES, LOGITS, TOP, READ, OUT, values_n, values_t, blocks, start, stop, first, end, heads, r0,
     DV: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr, T: tl.constexpr,
 ):
-    """Write the sums of ``weighted_codes`` for values in full precision."""
+    """Write OUT [ROWS, DV] as ``weighted_codes`` does, from VALUES in full precision instead of codes."""
     lane = tl.arange(0, T)
     c = tl.arange(0, DV)
     rows = heads + tl.minimum(r0 + tl.arange(0, 4), ROWS - 1)
@@ -208,7 +220,7 @@ def weighted_whole(
 
 @triton.jit
 def whole(sums):
-    """Return the sums [channels, rows] merged from those of both numbers of the weights."""
+    """Return sums [channels, rows] from sums [channels, 2 rows] over both numbers of each weight (``weights_of``)."""
     first, second = tl.split(tl.reshape(sums, [sums.shape[0], 4, 2]))
     return tl.fma(second, tl.full(second.shape, 1.0 / APART, tl.float32), first) * (1.0 / RAISED)
 
@@ -219,9 +231,9 @@ def weighted_values(
     DV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, S2: tl.constexpr, TILE: tl.constexpr,
     PAGE: tl.constexpr, T: tl.constexpr, FULL: tl.constexpr, PACKED: tl.constexpr,
 ):
-    """Write sum_t exp(logit - TOP) v_t from codes, [splits, B, K, rows, DV], for one kv head and a tile of rows.
+    """Write OUT [splits, B, K, rows, DV] of one kv head and a tile of rows: sums over a split's tokens of exp(logit - TOP) v, v from codes.
 
-    A program of a head has ``share`` blocks, whole tiles, and skips flagged ones. The channels of a byte's codes are half a head apart.
+    A split is ``share`` blocks, whole tiles; blocks flagged in READ are left out. The channels of a byte's codes are half a head apart.
     FULL: CODES are values in full precision.
     """
     pair = tl.program_id(1)
@@ -248,20 +260,20 @@ def weighted_values(
 
 @triton.jit
 def share_of(first, program, programs):
-    """Return AHEAD blocks of a program's share from its ``first`` on: NEAR neighbours, then the next ones after those of all programs."""
+    """Return the indices of the next AHEAD blocks of a program, from its ``first`` one on; programs take runs of NEAR blocks in turn."""
     i = first + tl.arange(0, AHEAD)
     return (i // NEAR * programs + program) * NEAR + i % NEAR
 
 
 @triton.jit
 def flagged(READ, n, blocks):
-    """Return whether each of a row's blocks is flagged, int32 0 or 1."""
+    """Return int32 1 for each block n that is flagged in READ, else 0."""
     return (tl.load(READ + n, mask=n < blocks, other=0) != 0).to(tl.int32)
 
 
 @triton.jit
 def scales_of(PLANE, run, RUNS: tl.constexpr, seen):
-    """Load the scales of the low nibbles' channels and of the high ones', float32."""
+    """Load a token's scales at ``run``: for the channels in bytes' low nibbles, and for those in the high nibbles; float32."""
     low = tl.load(PLANE + run, mask=seen, other=0.0).to(tl.float32)
     return low, tl.load(PLANE + run + RUNS, mask=seen, other=0.0).to(tl.float32)
 
@@ -280,10 +292,11 @@ def weighted_originals(
     DV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, S2: tl.constexpr, PAGE: tl.constexpr,
     FULL: tl.constexpr, STAGED: tl.constexpr,
 ):
-    """Write the sums of one row's values from originals, after ``first_out`` results: ``share`` blocks if flagged, and newest tokens.
+    """Write one row's entry of OUT [results, rows, DV], behind ``first_out`` results: sums of exp(logit - TOP) v over v from originals.
 
-    Norms are checked as in ``exact_scores``. The first programs have 16 of the newest tokens each. A program with neither writes zeros.
-    FULL: there are no codes to compare with. STAGED: as in ``exact_scores``.
+    A program has ``share`` blocks, of which those flagged in READ count, and the first programs 16 of the newest tokens each; with neither
+    it writes zeros. DAMAGED of the kv head becomes 1 if a norm exceeds its note, checked as in ``exact_scores``. FULL: there are no codes
+    to compare with. STAGED: as in ``exact_scores``.
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)

@@ -3,12 +3,14 @@
 A program has one kv head of one batch row, and its split's share of the indices and of the pages. The loop over a bucket is compiled once
 for each level, with its widths as constants; tokens are on the long side of the products, rows (queries of query heads) on the short one.
 
-* Codes are multiplied as stored fields (``bit_fields``); keys' scales multiply scores, values' scales multiply weights. The powers of two
-  that a width's fields lack are in the queries, and in the sums during the loop over a bucket.
+* Codes are multiplied as stored bit fields (``bit_fields``), which differ from codes by a power of two that width and run determine:
+  queries are divided by it in advance; sums are multiplied by it before the loop over a bucket and divided after. Keys' scales
+  multiply scores, values' scales multiply weights.
 * Weights relative to the running maximum are up to 2^14 after their value's scale, so that float16 holds weights down to 2^-38 of the
   largest.
 * Narrow keys are in a frame of their own (``hadamard8``): queries are rotated once, and the keys' mean adds one number to each row.
-* SCORES feed importance (``finish``): a token's score minus the first maximum of the row in this program, -inf if hidden.
+* SCORES feed importance (``finish``): a token's score minus the row's reference, its maximum over the first tile of this program in which
+  it sees a token; -inf if hidden.
 """
 
 # mypy: disable-error-code="no-untyped-def,assignment"
@@ -34,7 +36,7 @@ STEP = tl.constexpr(128)
 
 @triton.jit
 def share_of(tokens, SPLITS: tl.constexpr):
-    """Return the number of tokens per split, of ``tokens`` in all."""
+    """Return the number of tokens per split, a multiple of STEP, for ``tokens`` tokens in all."""
     return tl.cdiv(tl.cdiv(tokens, SPLITS), STEP) * STEP
 
 
@@ -72,12 +74,15 @@ def _attended(
     SOFTCAP: tl.constexpr, HAS_LO: tl.constexpr, HAS_KEEP: tl.constexpr, BIAS_KIND: tl.constexpr, TELLS: tl.constexpr,
     SETTLED: tl.constexpr,
 ):
-    """Return the softmax state after the tokens of a bucket, or entering ones, from index ``first`` up to ``stop``.
+    """Return the softmax ``state`` updated by tokens ``first`` to ``stop`` - 1 of a bucket (SETTLED) or of the entering tokens.
 
-    ``state``: sums, running maximum, total, largest score, reference. ``places``: first, stop, then four entries. For a bucket: the offset
-    from an index to the head's token number; the bytes of the low part of 3-bit codes, divided by C; a pointer to positions; whether
-    positions are needed. For entering tokens: the head's first token in a page; tokens of a page over all rows and heads; the position of
-    the first; the last is unused. The loop carries pointers, which cuts compile time to a fraction.
+    TELLS: each score minus the reference is also written to SCORES [slots, ROWS], which ``finish`` reads. ``state``: sums of values,
+    running maximum, total of weights, largest score, reference. ``keys``, ``values``: pointers to codes and to scales. ``query``: queries
+    in eight runs, and the numbers that turn products into scores. ``rows``: each row's query, head, existence, last token. ``places``:
+    first, stop, then four entries. For a bucket: the number to add to a token's index in its batch row, which gives its index in the head's
+    codes; the bytes of the low part of 3-bit codes, divided by C; a pointer to positions; whether positions are needed. For entering
+    tokens: the head's first token in a page; tokens of a page over all rows and heads; the position of the first; the last is unused. The
+    loop carries pointers, which cuts compile time to a fraction.
     """
     TILE: tl.constexpr = WIDE if KEY_BITS == 8 or VALUE_BITS == 8 else 32 if DOT == tl.float32 else 64
     first, stop, begin, whole, where, asks = places
@@ -196,7 +201,11 @@ def _of_width(
     VALUE_BITS: tl.constexpr, IN_FRAME: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, SOFTCAP: tl.constexpr,
     HAS_LO: tl.constexpr, HAS_KEEP: tl.constexpr, BIAS_KIND: tl.constexpr, TELLS: tl.constexpr,
 ):
-    """Return the softmax state after the settled tokens of a split's ``share`` whose keys have KEY_BITS: the levels FROM to UNTIL - 1."""
+    """Return the softmax state updated by a split's settled tokens of levels FROM to UNTIL - 1, the levels with keys of KEY_BITS.
+
+    With TELLS, SCORES of these tokens are written (``_attended``). ``share``: the split's first index and its end, the row's number of
+    settled tokens, and whether positions are needed.
+    """
     KEY_ENDS, KEY_SCALES, KEY_POOL, VALUE_ENDS, VALUE_SCALES, VALUE_POOL, WHERE = planes
     lower, upper, first, asks = share
     if FROM < UNTIL:
@@ -231,13 +240,12 @@ def attend_tokens(
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, HAS_LO: tl.constexpr, HAS_KEEP: tl.constexpr, BIAS_KIND: tl.constexpr,
     TELLS: tl.constexpr,
 ):
-    """Write SCORES [B, K, slots, S G], PARTS [B, K, SPLITS, 8 C, S G] and STATS [B, K, 4, R, SPLITS]; copy HEADS to WEIGHTS [B, K].
+    """Write a split's SCORES [B, K, slots, S G], PARTS [B, K, SPLITS, 8 C, S G] and STATS [B, K, 4, R, SPLITS]; copy HEADS to WEIGHTS.
 
-    TELLS: write the scores; False skips them.
-    STATS of a row: its largest score, the base of its sums, its total, and the reference that is subtracted from its scores.
-    Grid: splits, batch rows times kv heads.
-    Queries [B, H, S, D]; limits and masks as in ``attend``. Slots number settled tokens by index, then entering ones.
-    FROM_3: the first level whose keys have at least three bits.
+    SCORES (only with TELLS): of each token, relative to the row's reference, in units of log2. Slots number settled tokens by index, then
+    entering ones. PARTS: sums of values. STATS of a row: its largest score, the base of its sums, its total, and the reference that is
+    subtracted from its scores. HEADS, WEIGHTS [B, K]: averages, which ``finish`` updates and reads. Queries [B, H, S, D]; limits and masks
+    as in ``attend``. Grid: splits, batch rows times kv heads. FROM_3: the first level whose keys have at least three bits.
     """
     DOT: tl.constexpr = tl.float32 if Q.dtype.element_ty == tl.float32 else tl.float16
     split, b, k = tl.program_id(0), tl.program_id(1) // K, tl.program_id(1) % K

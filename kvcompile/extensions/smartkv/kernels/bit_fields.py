@@ -41,16 +41,19 @@ POWERS_8, POWERS_4, POWERS_3, POWERS_2 = tl.constexpr(0), tl.constexpr(0x4040404
 
 @triton.jit
 def _of(word, TEXT: tl.constexpr):
+    """Return float16 numbers from 16-bit words by PTX ``TEXT`` on two words at a time."""
     return tl.inline_asm_elementwise(TEXT, "=r,r", [word], dtype=tl.float16, is_pure=True, pack=2)
 
 
 @triton.jit
 def _moved(word, TEXT: tl.constexpr):
+    """Return 16-bit words from 16-bit words by PTX ``TEXT``, a shift, on two words at a time."""
     return tl.inline_asm_elementwise(TEXT, "=r,r", [word], dtype=tl.uint16, is_pure=True, pack=2)
 
 
 @triton.jit
 def _chosen(one, other, TEXT: tl.constexpr):
+    """Return 16-bit words with bits of ``one`` or of ``other`` by PTX ``TEXT``, a select, on two words at a time."""
     return tl.inline_asm_elementwise(TEXT, "=r,r,r", [one, other], dtype=tl.uint16, is_pure=True, pack=2)
 
 
@@ -69,7 +72,7 @@ def pointers(WORDS, HIGH, BITS: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def advanced(at, tokens, BITS: tl.constexpr, C: tl.constexpr):
-    """Return the pointers advanced by a number of tokens."""
+    """Return the pointers of ``pointers`` advanced by a number of tokens."""
     if BITS == 8:
         return (at[0] + tokens * (4 * C), at[1] + tokens * (4 * C), at[2] + tokens * (4 * C), at[3] + tokens * (4 * C))
     elif BITS == 4:
@@ -82,9 +85,9 @@ def advanced(at, tokens, BITS: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def load_words(at, ok, second, BITS: tl.constexpr, PACKED: tl.constexpr):
-    """Load, for each run, the words that contain its codes, at the addresses of ``pointers``.
+    """Load, for each run, the words that contain its codes, through the pointers ``at`` of ``pointers``; ``ok`` masks the loads.
 
-    ``second``: whether a column is in the upper byte of its word of the rest of 3-bit codes; has the shape of the words.
+    ``second``: whether a column's byte of the second part of 3-bit codes is the upper one of its word; has the shape of the words.
     """
     a = tl.load(at[0], mask=ok)
     if BITS == 8:

@@ -21,7 +21,7 @@ def channels_of(C: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def apart(x):
-    """Return the eight runs of [COLUMNS, rows, 8] as a tuple of [COLUMNS, rows]."""
+    """Return the eight runs of a block [COLUMNS, rows, 8] as a tuple of blocks [COLUMNS, rows]."""
     odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1], 2, 2, 2]))
     two, three = tl.split(odd[0]), tl.split(odd[1])
     a, b, c, d = tl.split(two[0]), tl.split(two[1]), tl.split(three[0]), tl.split(three[1])
@@ -38,7 +38,7 @@ def together(runs):
 
 @triton.jit
 def queries_of(Q, at, there, C: tl.constexpr, COLUMNS: tl.constexpr):
-    """Load the queries that begin at Q + ``at``, float32 [COLUMNS, rows, 8]; zero unless ``there``."""
+    """Load the queries that begin at Q + ``at``, as eight runs, float32 [COLUMNS, rows, 8]; zero in rows that are not ``there``."""
     channel, inside = channels_of(C, COLUMNS)
     return tl.load(Q + at[None, :, None] + channel, mask=there[None, :, None] & inside, other=0.0).to(tl.float32)
 
@@ -76,7 +76,7 @@ def operands_of(runs, BITS: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexp
 
 @triton.jit
 def rescaled(sums, BITS: tl.constexpr, BACK: tl.constexpr, PACKED: tl.constexpr):
-    """Return sums multiplied by the powers of two of a width's fields; BACK: divided by them."""
+    """Return the eight sums multiplied by the power of two by which fields of BITS differ from codes; BACK: divided by it."""
     POWERS: tl.constexpr = POWERS_8 if BITS == 8 else POWERS_4 if BITS == 4 else POWERS_3 if BITS == 3 else POWERS_2
     if not PACKED:
         return sums

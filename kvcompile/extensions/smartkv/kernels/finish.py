@@ -1,7 +1,7 @@
 """The kernel after smartkv's attention: merges the splits into the result, and updates averages of heads and the importance of tokens.
 
-Programs of one batch row: the first ones merge ELEMENTS entries of a kv head's result each; the others update the importance of CHUNK
-tokens each, settled ones by index, then entering ones.
+The first programs of a batch row merge ELEMENTS entries of a kv head's result each; the others update the importance of CHUNK tokens each,
+settled ones by index, then entering ones.
 """
 
 # mypy: disable-error-code="no-untyped-def,assignment"
@@ -23,10 +23,11 @@ ELEMENTS = tl.constexpr(32)
 
 @triton.jit
 def _whole(STATS, SINKS, at, there, head, R: tl.constexpr, SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr):
-    """Merge the splits of the rows whose statistics begin at STATS + ``at``. Returns each split's factor, total, largest score, base.
+    """Merge the splits of the rows whose statistics begin at STATS + ``at``; return (each split's factor [SPLITS, rows], total, largest
+    score, base).
 
-    The factors are [SPLITS, rows]; the total includes the head's sink; the largest score is over all splits. Factors and totals are in
-    units of exp2(base - LIFT).
+    The last three are per row. The total includes the head's sink; the largest score is over all splits. Factors and totals are in units of
+    exp2(base - LIFT).
     """
     at = at[None, :] + tl.arange(0, SPLITS)[:, None]
     tops = tl.load(STATS + at + R * SPLITS, mask=there[None, :], other=float("-inf"))
@@ -42,7 +43,9 @@ def _whole(STATS, SINKS, at, there, head, R: tl.constexpr, SPLITS: tl.constexpr,
 
 @triton.jit
 def _largest(total, peak, base):
-    """Return the largest softmax weight of each row; 0 if the row sees nothing or the weight is not finite."""
+    """Return the largest softmax weight of each row, from the results of ``_whole``; 0 if the row sees nothing or the
+    weight is not finite.
+    """
     found = tl.where((peak == float("-inf")) | (total == 0), 0.0, tl.exp2(peak - (base - LIFT)) / total)
     return tl.where((found == found) & (found < float("inf")), found, 0.0)
 
@@ -52,7 +55,7 @@ def _merged(
     PARTS, STATS, SINKS, HEADS, OUT, b, unit, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
     SPLITS: tl.constexpr, HEAD_DECAY: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):
-    """Write ELEMENTS entries of a kv head's rows of OUT [B, H, S, D]; the head's first program also updates the head's average."""
+    """Write ELEMENTS entries of a kv head's rows of OUT [B, H, S, D]; the head's first program also updates its average in HEADS [B, K]."""
     units: tl.constexpr = (D * G * S + ELEMENTS - 1) // ELEMENTS
     k, number = unit // units, unit % units
     pair = b * K + k
@@ -82,9 +85,10 @@ def finish(
     G: tl.constexpr, S: tl.constexpr, R: tl.constexpr, D: tl.constexpr, KV: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr,
     DECAY: tl.constexpr, HEAD_DECAY: tl.constexpr, LEAST: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):
-    """Write OUT [B, H, S, D]; update HEADS [B, K] and IMPORTANCE [N, B, PAGE, 2]. Grid: programs of a batch row, batch rows.
+    """Write OUT [B, H, S, D], or update IMPORTANCE [N, B, PAGE, 2]; some programs also update the averages HEADS [B, K].
 
-    KV, GROUP: K and G rounded up to powers of two. The other operands are those of ``attend_tokens``, and its results.
+    Grid: programs of a batch row, batch rows. KV, GROUP: K and G rounded up to powers of two. PARTS, STATS, SCORES and WEIGHTS are results
+    of ``attend_tokens``; the other operands are as there.
     """
     b = tl.program_id(1)
     merging: tl.constexpr = K * ((D * G * S + ELEMENTS - 1) // ELEMENTS)

@@ -11,7 +11,10 @@ import triton.language as tl
 
 @triton.jit
 def of_run(C: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the matrix within a run of C channels, int32 [COLUMNS, COLUMNS] of -1, 0 and 1; the order is the largest power of two in C."""
+    """Return the Hadamard matrix within a run of C channels, int32 [COLUMNS, COLUMNS] of -1, 0 and 1.
+
+    It consists of diagonal blocks whose order is the largest power of two that divides C.
+    """
     order: tl.constexpr = C & -C
     i, j = tl.arange(0, COLUMNS)[:, None], tl.arange(0, COLUMNS)[None, :]
     odd = (i % order) & (j % order)

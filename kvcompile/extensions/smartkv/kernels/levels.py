@@ -14,7 +14,10 @@ TOP = tl.constexpr(0x7F800000)
 
 @triton.jit
 def _price(VALUE, LEVEL, CAP, WORTHS, PRICES, bits, tokens, STEPS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the bytes of all steps between a token's level and its cap that are worth at least the float with these bits."""
+    """Return the bytes of all steps of a row's tokens, each from the token's level up to its cap, whose worth is at least a threshold.
+
+    ``bits``: the threshold, as the bits of a float32.
+    """
     threshold = bits.to(tl.float32, bitcast=True)
     total = tl.zeros([BLOCK], tl.int64)
     for start in range(0, tokens, BLOCK):
@@ -29,7 +32,10 @@ def _price(VALUE, LEVEL, CAP, WORTHS, PRICES, bits, tokens, STEPS: tl.constexpr,
 
 @triton.jit
 def _climb(VALUE, LEVEL, CAP, WORTHS, bits, tokens, STEPS: tl.constexpr, BLOCK: tl.constexpr):
-    """Take all steps between a token's level and its cap that are worth at least the float with these bits."""
+    """Raise LEVEL [tokens] in place, up to each token's CAP, by every step with a worth of at least the threshold.
+
+    ``bits``: the threshold's float32 bits, as an int.
+    """
     threshold = bits.to(tl.float32, bitcast=True)
     for start in range(0, tokens, BLOCK):
         t = start + tl.arange(0, BLOCK)
@@ -43,7 +49,7 @@ def _climb(VALUE, LEVEL, CAP, WORTHS, bits, tokens, STEPS: tl.constexpr, BLOCK: 
 
 @triton.jit
 def _equals(VALUE, LEVEL, CAP, WORTHS, t, bits, tokens, step):
-    """Return whether each token at ``t`` has ``step`` as its next step below its cap, worth exactly the float with these bits."""
+    """Return whether the next step of each token at ``t`` is ``step``, below the cap, and worth exactly the float32 with these ``bits``."""
     value = tl.load(VALUE + t, mask=t < tokens, other=0.0) * tl.load(WORTHS + step)
     level, cap = tl.load(LEVEL + t, mask=t < tokens, other=-1), tl.load(CAP + t, mask=t < tokens, other=-1)
     return (value == bits.to(tl.float32, bitcast=True)) & (level == step) & (cap > step)
@@ -55,8 +61,8 @@ def choose_levels(
 ):
     """Write LEVEL int8 [R, T] between LOW and HIGH, for at most SPEND bytes per row beyond those of LOW; CAP int8 [R, T] is scratch.
 
-    VALUE float32 [R, T], positive; WORTHS float32 and PRICES int64 of each step. A round ends at the first step that does not fit; the next
-    round takes cheaper steps only.
+    A program has one row. VALUE float32 [R, T], positive, times a step's worth WORTHS (float32) orders the steps; PRICES int64: a step's
+    bytes. A round ends at the first step that does not fit; the next round takes cheaper steps only.
     """
     row = tl.program_id(0).to(tl.int64) * tokens
     VALUE, LOW, HIGH, LEVEL, CAP = VALUE + row, LOW + row, HIGH + row, LEVEL + row, CAP + row

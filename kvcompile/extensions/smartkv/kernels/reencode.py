@@ -1,8 +1,8 @@
 """Kernels over all stored tokens of a slot: write their levels, decode them by position, re-encode them.
 
-A program has TILE indices of a batch row, or TILE entering tokens, of one kv head. Tokens of a program have different widths, so one piece
-of code reads all of them with widths as numbers, and compiles once: neither sizes nor the alignment of a layer's part of a tensor
-specialise a kernel.
+A program has TILE indices of a batch row, or TILE entering tokens, of one kv head. The tokens of a program may have different widths, so
+widths are run-time values, not constants, and a kernel compiles once: neither sizes nor the alignment of a layer's part of a tensor
+specialise it.
 """
 
 # mypy: disable-error-code="no-untyped-def,assignment,misc,var-annotated"
@@ -20,7 +20,9 @@ from kvcompile.lowering.append.rounding import MAGIC, quotient, rounded_up
 
 @triton.jit
 def _bucket(ENDS, level, b, first, LEVELS: tl.constexpr, BITS: tl.constexpr):
-    """Return the bucket of each token's level: its first index in its row, its number of tokens, its first row of the pool, its bits."""
+    """Return, for each token's ``level``, its bucket's first index in batch row ``b``, number of tokens, first row of
+    the pool, and bits.
+    """
     start, held, row, bits = level * 0, level * 0, level * 0, level * 0 + 8
     before = first * 0
     for each in tl.static_range(LEVELS):
@@ -47,7 +49,11 @@ def _found(
     CODES, SCALES, ENDS, SETTLED_SCALES, WHERE, POOL, first, pages, b, k, rows, K: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
     BITS: tl.constexpr, TILE: tl.constexpr,
 ):
-    """Locate a program's tokens: code pointers (low and high bits), width, scale, position, level; ``ok`` masks empty lanes."""
+    """Locate a program's tokens: return (at, high, bits, scale, position, level, ok), an entry for each of TILE tokens.
+
+    ``at``, ``high``: pointers to a token's codes and to the high part of 3-bit codes; ``bits``: its width; ``level``: LEVELS for entering
+    tokens. ``ok`` masks lanes without a token.
+    """
     of_settled = tl.cdiv(first, TILE)
     if tl.program_id(0) < of_settled:
         place = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -121,7 +127,7 @@ def _mean(MEAN, b, k, run: tl.constexpr, K: tl.constexpr, C: tl.constexpr, COLUM
 
 @triton.jit(do_not_specialize=["count"])
 def say_levels(ENDS, WHERE, FIRST, OUT, count, LEVELS: tl.constexpr, TILE: tl.constexpr):
-    """Write the levels of all settled tokens at positions below ``count`` to OUT int8 [B, count]. Grid: tiles, batch rows."""
+    """Write OUT int8 [B, count]: the levels of settled tokens at positions below ``count``; other entries stay. Grid: tiles, batch rows."""
     b = tl.program_id(1)
     first = tl.load(FIRST).to(tl.int32)
     place = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -135,7 +141,7 @@ def decode_tokens(
     CODES, SCALES, FIRST, ENDS, SETTLED_SCALES, WHERE, POOL, MEAN, OUT, pages, rows, count, from_head, K: tl.constexpr, C: tl.constexpr,
     COLUMNS: tl.constexpr, LEVELS: tl.constexpr, BITS: tl.constexpr, TURNED: tl.constexpr, TILE: tl.constexpr,
 ):
-    """Write the values of tokens at positions below ``count`` to OUT [B, heads, count, D], for the kv heads from ``from_head`` on.
+    """Write OUT [B, heads, count, D]: decoded tokens at positions below ``count``, of the kv heads from ``from_head`` on.
 
     Grid: tiles of settled and of entering tokens, heads, batch rows.
     """
@@ -163,7 +169,10 @@ def decode_tokens(
 
 @triton.jit
 def _put(WORDS, HIGH, mine, codes, C: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr):
-    """Write signed codes of eight runs, BITS wide, to the bytes of the tokens that are ``mine``."""
+    """Write signed codes of eight runs, BITS wide, of those tokens that are ``mine``, to WORDS, and the rest of 3-bit codes to HIGH.
+
+    WORDS, HIGH: a pointer for each token.
+    """
     j = tl.arange(0, COLUMNS)
     there = mine[:, None] & (j < C)[None, :]
     at, half = WORDS[:, None] + 2 * j[None, :], 2 ** (BITS - 1)
@@ -196,9 +205,10 @@ def move_tokens(
     rows, count, K: tl.constexpr, C: tl.constexpr, COLUMNS: tl.constexpr, LEVELS: tl.constexpr, BITS: tl.constexpr,
     TURNED: tl.constexpr, SIGNED: tl.constexpr, TILE: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr,
 ):
-    """Write the tokens at positions below ``count`` into planes TO_ENDS to TO_POOL, by LEVEL int8 and index PLACE int32 [B, count].
+    """Write the tokens at positions below ``count`` in new widths, into the planes TO_SCALES, TO_WHERE (positions) and TO_POOL (codes).
 
-    Does what ``moves.EagerMoves`` does. Grid: tiles of settled and of entering tokens, kv heads, batch rows.
+    LEVEL int8 and PLACE int32 [B, count]: each token's new level and index; TO_ENDS, which is only read, has the new buckets. Does what
+    ``moves.EagerMoves`` does. Grid: tiles of settled and of entering tokens, kv heads, batch rows.
     """
     k, b = tl.program_id(1), tl.program_id(2)
     first = tl.load(FIRST).to(tl.int32)

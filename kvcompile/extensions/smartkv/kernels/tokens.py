@@ -17,7 +17,7 @@ ROW = tl.constexpr(buckets.ROW)
 
 @triton.jit
 def bits_of(BITS: tl.constexpr, LEVEL: tl.constexpr):
-    """Return the bits of a level, from a constant with four bits per level."""
+    """Return the bits of a level, from the constant BITS that holds four bits for each level (``bits_of_levels``)."""
     return (BITS >> (4 * LEVEL)) & 15
 
 
@@ -32,7 +32,7 @@ def end_of(ENDS, b, first, LEVEL: tl.constexpr, LEVELS: tl.constexpr):
 
 @triton.jit
 def pool_of(ENDS, POOL, b, LEVEL: tl.constexpr, LEVELS: tl.constexpr):
-    """Return a pointer to the first byte of a bucket's codes."""
+    """Return a pointer to the first byte of the codes of batch row b's bucket of LEVEL in POOL."""
     return POOL + tl.load(ENDS + b * (2 * LEVELS) + LEVELS + LEVEL).to(tl.int64) * ROW
 
 

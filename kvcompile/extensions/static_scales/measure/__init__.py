@@ -1,1 +1,3 @@
-"""Static scales measured on a model: keys and values observed in cache-less graphs, magnitudes of them, and the scales that follow."""
+"""Measurement of static scales: keys and values observed in graphs without a cache, their magnitudes, and the scales that follow from
+these.
+"""

@@ -147,7 +147,7 @@ class _CalibrationRun:
     def clipped(
         self, batches: list[Any], scales: Mapping[SlotIdentity, Scales], options: CalibrationOptions
     ) -> dict[SlotIdentity, Clipped]:
-        """Return the number of values of every slot beyond its range."""
+        """Return for every slot how many of its values are beyond the range of its scales."""
         found = {slot: Clipped(held.values * options.kind.qmax) for slot, held in scales.items()}
         tokens = self.tokens
         self._pass(batches, lambda slot, seen: found[slot].add(seen) if slot in found else None)

@@ -17,7 +17,8 @@ BINS = 1 << (31 - BITS)
 
 @dataclass
 class Magnitudes:
-    """The largest magnitude of each kv head, float32 [K], and, if ``counted``, a histogram of all, int64 [K, BINS], for percentiles.
+    """The largest magnitude of each kv head, float32 [K]; if ``counted``, also a histogram of all magnitudes, int64 [K, BINS], for
+    percentiles.
 
     ``finite``: whether no NaN or Inf was seen. ``values``: the number of magnitudes per head.
     """
@@ -56,8 +57,9 @@ class Magnitudes:
         return torch.minimum(edge, amax)
 
     def scales(self, extent: ScaleExtent, percentile: float, margin: float, largest: float) -> Scales:
-        """Return the scales whose largest code is ``margin`` times that of ``covering``; a head of zeros gets the largest scale of the
-        others.
+        """Return the scales whose largest code decodes to ``margin`` times the magnitude of ``covering``.
+
+        ``largest``: the largest code. A head of zeros gets the largest scale of the other heads.
         """
         covered = self.covering(extent, percentile)
         covered = torch.where(covered > 0, covered, covered.amax())

@@ -30,7 +30,7 @@ TESTS = frozenset({"isnan", "ne", "eq", "full_like", "zeros_like", "isinf", "isf
 
 @dataclass(frozen=True)
 class Behind:
-    """The steps (``path``) from a softmax to its ``product`` with the values.
+    """The nodes (``path``) from a softmax to its ``product`` with the values.
 
     ``side``: the index of the weights among the product's operands; ``dims``: their dims there. ``zeroed``: each mask that sets weights to
     zero, with the weights that it masks and their dims.
@@ -75,7 +75,7 @@ def behind(start: fx.Node, dims: Dims, state: Scores) -> Behind:
 
 
 def _next(node: fx.Node) -> fx.Node:
-    """Return the one node that carries the weights on; raises Miss where others read them too."""
+    """Return the one node that reads the weights ``node``; raises Miss if several nodes read them."""
     users = [user for user in node.users if op_name(user) not in SIZES]
     if len(users) > 1:
         users = [user for user in users if op_name(user) not in TESTS]
@@ -88,7 +88,9 @@ def _next(node: fx.Node) -> fx.Node:
 
 
 def _keeps(node: fx.Node, name: str) -> bool:
-    """Return whether a step hands weights on unchanged, or with zeros in place of NaN (a query that sees no token)."""
+    """Return whether the operator ``name`` of a node returns its weights unchanged, or with zeros in place of NaN (a query that sees no
+    token).
+    """
     if name == "dropout":
         return bool(node.args[1] == 0.0 or not node.args[2])
     if name == "nan_to_num":
@@ -99,7 +101,7 @@ def _keeps(node: fx.Node, name: str) -> bool:
 
 
 def _drops_sinks(node: fx.Node, state: Scores) -> bool:
-    """Return whether a slice takes off the column of sinks and nothing else."""
+    """Return whether a slice drops the column of sinks from the weights, and no other column."""
     arguments = bind(node)
     before, after = sizes(node.args[0])[-1], sizes(node)[-1]  # type: ignore[arg-type]
     start = 1 if state.sinks_first else 0
@@ -108,7 +110,11 @@ def _drops_sinks(node: fx.Node, state: Scores) -> bool:
 
 
 def made_of(roots: Iterable[fx.Node], chain: Iterable[fx.Node]) -> Iterator[fx.Node]:
-    """Yield the nodes outside of ``chain`` through which ``roots`` depend on it, in graph order: tests of scores and weights, say."""
+    """Yield, in graph order, the nodes outside of ``chain`` that are computed from a node of ``chain`` and that ``roots`` are computed
+    from.
+
+    For example, the nodes of a mask that is computed from the scores.
+    """
     stop = set(chain)
     first = min(stop)
     order: list[fx.Node] = []

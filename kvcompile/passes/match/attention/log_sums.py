@@ -23,7 +23,9 @@ from kvcompile.passes.match.sites import MaskKind
 
 @dataclass(frozen=True)
 class Rescaled:
-    """A result times sigmoid(log-sum - sinks): the product of both (``output``), the sinks with their dims, and all nodes between."""
+    """An attention's result times sigmoid(log-sum - sinks): the product's node (``output``), the sinks with their dims, and all nodes
+    between.
+    """
 
     output: fx.Node
     sinks: fx.Node

@@ -25,6 +25,7 @@ def recognise(node: fx.Node) -> Attention | None:
         return None
     spelled = "varlen_attn (torch.nn.attention.varlen)" if "varlen" in name else name
     raise Miss(
-        f"the cache is read by {spelled}, which takes rows packed one behind another: where each begins is known on the device only", node,
+        f"the cache is read by {spelled}, which takes rows packed one after another: where each row begins is known on the device "
+        "only", node,
         advice="keep a dim of batch rows and call scaled_dot_product_attention, or read the cache through a block table by indexing",
     )

@@ -35,7 +35,7 @@ class Product:
     """The factor where only a call knows it; ``alpha`` is then 1."""
 
     def operands(self) -> tuple[tuple[fx.Node, tuple[str, ...]], tuple[fx.Node, tuple[str, ...]]]:
-        """Return both operands, each with its letters."""
+        """Return the left operand with its letters, and the right operand with its letters."""
         return (self.left, self.left_letters), (self.right, self.right_letters)
 
 

@@ -82,7 +82,10 @@ class Letters:
         return tuple(found)
 
     def _opens(self, dims: Dims, before: tuple[int, ...], after: tuple[int, ...], i: int, j: int) -> bool:
-        """Return whether a new dim of size one is split off the front of a flattened dim that begins with a letter of size one."""
+        """Return whether a reshape puts the first letter of a flattened dim, if of size one, into a separate dim.
+
+        The reshape maps sizes ``before``, of dims ``dims``, to sizes ``after``; ``i`` and ``j`` are the next dims to assign in each.
+        """
         return i < len(before) and len(dims[i]) > 1 and self.size.get(dims[i][0]) == 1 and after[j + 1 : j + 2] == before[i : i + 1]
 
     def _regrouped(self, inside: list[tuple[str, ...]], after: list[int], node: fx.Node) -> list[tuple[str, ...]]:
@@ -162,7 +165,10 @@ def readings(product: Product, letters: Letters, tokens: str) -> tuple[int, Iter
 
 
 def _named(shared: int, queries: int, node: fx.Node) -> Iterator[tuple[str, ...]]:
-    """Yield names for the ``shared`` letters, then for the queries' own, likeliest first; raises Miss for unknown numbers of dims."""
+    """Yield the roles of the ``shared`` letters, then of the letters that only the queries have (``queries``), likeliest first.
+
+    Raises Miss for numbers of dims that no known attention has.
+    """
     heads: dict[int, list[tuple[str, ...]]] = {
         0: [()], 1: [("BH",)], 2: [("B", "H"), ("H", "B")], 3: [("B", "K", "G"), ("B", "G", "K"), ("K", "B", "G")],
     }

@@ -87,7 +87,10 @@ def recognise(node: fx.Node) -> Attention | None:
 
 
 def _results(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None, tuple[fx.Node, ...]]:
-    """Return (output, log-sums, all nodes) of a fused operator, None for unread ones; raises Miss where it is read in another way."""
+    """Return (output, log-sums, all nodes) of a fused operator, with None for a result that is not read.
+
+    Raises Miss if a result is read twice, other results are read, or the log-sums are padded.
+    """
     found: dict[int, fx.Node] = {}
     for user in node.users:
         index = user.args[1] if op_name(user) == "getitem" else None

@@ -56,7 +56,9 @@ def _chain(scores: fx.Node) -> tuple[Product, list[tuple[fx.Node, fx.Node]]]:
 
 
 def recognise(node: fx.Node) -> Attention | None:
-    """Return the attention around the softmax that ``node`` completes; None where there is none, raises Miss where it almost is one."""
+    """Return the attention around the softmax that ``node`` completes; None without a softmax, raises Miss if the steps around it are
+    unknown.
+    """
     found = weights.read(node)
     if found is None:
         return None

@@ -24,7 +24,7 @@ LEAST_FACTOR = 0.05
 """The least factor of scores that were masked with the lowest number of their dtype; after a smaller one they may be visible."""
 MASKING = -1e4
 """The largest number that masks the scores that it replaces; unless it is the dtype's lowest, the result is still a score."""
-SEEN = "which is seen where all others are lower"
+SEEN = "which still counts where all other scores are lower"
 """Text of refusals: when a token is seen although a number above the lowest of its dtype replaces its score."""
 UNSEEN = "fill with -inf or with the lowest number of the scores' dtype (torch.finfo(scores.dtype).min)"
 """Text of refusals: the numbers that hide a token for certain."""
@@ -81,7 +81,7 @@ class Scores:
     def mask(
         self, node: fx.Node, kind: MaskKind, factor: float = 1.0, dtype: torch.dtype = torch.float32, fill: float = -math.inf,
     ) -> None:
-        """Add a mask operand of the scores, its dims aligned right with theirs.
+        """Record a mask operand of the scores, with its dims aligned right with those of the scores.
 
         ``factor``, ``dtype``: its factor, and the dtype in which it is added; ``fill``: the number that excluded scores become.
         """
@@ -141,8 +141,12 @@ def _reaches_product(node: object, depth: int = 24) -> bool:
 
 
 def _scaled(state: Scores, node: fx.Node, factor: float) -> None:
-    """Multiply the scores by a number; raises Miss after a softcap, or where the masks would no longer hide."""
+    """Multiply the scores by a number; raises Miss after a softcap, or if the product would make an earlier mask too
+    weak to hide tokens.
+    """
     if state.capping:
+        if state.masks:
+            raise Miss("the scores are masked between a tanh and its factor", node, advice="cap as cap * tanh(scores / cap), then mask")
         state.scale, state.cap, state.capping = state.scale * factor, factor, False
         return
     if state.cap:
@@ -162,7 +166,7 @@ def _other(node: fx.Node, carried: fx.Node) -> object:
 
 
 def is_single(item: object) -> TypeGuard[fx.Node]:
-    """Return whether an operand is one real number for all scores that only a call knows: a float, or a tensor of one element."""
+    """Return whether an operand is one real number for all scores, known only at run time: a float, or a tensor of one element."""
     if not isinstance(item, fx.Node):
         return False
     value = value_of(item)
@@ -172,10 +176,13 @@ def is_single(item: object) -> TypeGuard[fx.Node]:
 
 
 def _times(state: Scores, node: fx.Node, factor: Factor) -> None:
-    """Record a factor that only a call knows; raises Miss after a softcap or a mask, since the queries take it, before both."""
+    """Record a factor of the scores whose number only a call knows; raises Miss after a softcap or a mask.
+
+    The rewritten graph multiplies the queries by it, so before any softcap and mask.
+    """
     if state.cap or state.capping:
         raise Miss(
-            "the scores are scaled, behind or within a softcap, by a tensor", node,
+            "the scores are scaled by a tensor after or within a softcap", node,
             advice="give the cap as a Python number, and scale the scores (or the queries) before it",
         )
     if state.masks or state.sinks is not None:
@@ -211,8 +218,8 @@ def _div(state: Scores, node: fx.Node, carried: fx.Node) -> None:
 
 def _tanh(state: Scores, node: fx.Node, carried: fx.Node) -> None:
     del carried
-    if state.masks or state.cap:
-        raise Miss("a tanh over masked scores", node, advice="cap the scores before masking them")
+    if state.masks or state.cap or state.capping:
+        raise Miss("a tanh over masked or capped scores", node, advice="cap the scores once, before masking them")
     state.capping = True
 
 
@@ -236,7 +243,7 @@ def _add(state: Scores, node: fx.Node, carried: fx.Node) -> None:
 
 
 def _bare(state: Scores) -> bool:
-    """Return whether the scores are still a product times a number."""
+    """Return whether no step but multiplications by numbers has been applied to the scores yet."""
     whole = state.dims == tuple((letter,) if letter else () for letter in state.product.letters)
     return whole and not state.masks and not state.cap and not state.capping and state.beside is None and not state.factors
 
@@ -255,7 +262,7 @@ def _where(state: Scores, node: fx.Node, carried: fx.Node) -> None:
 def _filled(state: Scores, node: fx.Node, item: object) -> float:
     """Return the number that replaces masked scores, rounded to their dtype.
 
-    Raises Miss where it does not mask, or is a second mask by a number above the lowest of the dtype.
+    Raises Miss if that number does not hide a token, or if another mask came before and the number is not the lowest of the dtype.
     """
     value, dtype = constant(item), value_of(node).dtype
     if value is None or not value <= MASKING:
@@ -283,7 +290,7 @@ def _sinks(state: Scores, node: fx.Node, carried: fx.Node) -> None:
 
 
 def _shifted(state: Scores, node: fx.Node, carried: fx.Node) -> None:
-    """Skip the subtraction of the scores' own maximum, record that of a mask; raises Miss for any other."""
+    """Skip the subtraction of the scores' own maximum, or record a mask that is subtracted; raises Miss for any other subtraction."""
     other = node.args[1]
     while isinstance(other, fx.Node) and op_name(other) in COPIES | {"getitem", "unsqueeze"}:
         other = other.args[0]
@@ -299,7 +306,7 @@ def _shifted(state: Scores, node: fx.Node, carried: fx.Node) -> None:
 
 
 def _floor(state: Scores, node: fx.Node, carried: fx.Node) -> None:
-    """Skip a clamp to the range of the scores' dtype, which changes none of them; raises Miss for any other."""
+    """Skip a clamp to the range of the scores' dtype, which changes no score; raises Miss for any other clamp."""
     del state, carried
     arguments, least = bind(node), lowest(value_of(node).dtype)
     bottom = arguments["min"] if "min" in arguments else node.args[1]

@@ -29,9 +29,9 @@ class Summand:
 
 
 def summand(node: fx.Node, first: Product) -> Summand | None:
-    """Return the product of queries and keys that ``node`` is, up to copies and constant factors.
+    """Return the product of queries and keys that ``node`` computes, up to copies and constant factors.
 
-    None where there is none whose operands have the same dims of the scores as those of ``first``.
+    None if it computes none, or if the product's operands vary along other dims of the scores than the operands of ``first``.
     """
     nodes, factor = [node], 1.0
     while (found := product(node)) is None:
@@ -55,14 +55,15 @@ def _contracted(found: Product) -> list[str]:
 
 
 def spelled(found: Product, side: int) -> frozenset[int]:
-    """Return the indices of the result's dims that operand ``side`` of a product has."""
+    """Return the indices of the result's dims along which operand ``side`` of a product varies."""
     return frozenset(found.letters.index(letter) for letter in found.operands()[side][1] if letter in found.letters)
 
 
 def beside(item: Summand, first: Product, tokens: str, naming: Naming) -> SecondProduct:
-    """Return the second product's operands, with the roles that ``naming`` gives to the first product's letters.
+    """Return ``item``, a second product added to the scores, as its query and key operands with the role of each dim.
 
-    ``tokens``: the letter of the cached tokens in the first product. Raises Miss where the second is no product of queries and keys.
+    Roles are those that ``naming`` gives to the dims of the scores; ``tokens`` is the letter of the cached tokens in ``first``, the first
+    product. Raises Miss if ``item`` is no product of queries and keys.
     """
     names = {letter: naming.names.get(first.letters[at], "") for at, letter in enumerate(item.product.letters)}
     names |= {_contracted(item.product)[0]: "D", "": ""}

@@ -7,8 +7,8 @@ Division by the sum cancels a factor of the whole row, so the last two are a sof
 
     exp(x - max(x)) / (sum(exp(x - max(x))) + 1e-9)                             softmax(x) / sum(softmax(x)).clamp(min=1e-9)
 
-An epsilon below the rounding does not change a sum of at least one. These two sums are at least one. A sum of exponentials whose maximum
-was not subtracted may be smaller, and so may one that a mask applies to after the maximum was taken over all scores.
+An epsilon below the rounding error does not change a sum that is at least one, as these two are. A sum can be smaller than one if the
+maximum was not subtracted, or if it was taken over all scores before a mask removed some.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class AttentionWeights:
 
 
 def _same(node: Any) -> Any:
-    """Return the value that casts and copies lead back to."""
+    """Return the value that ``node`` casts or copies, through any number of casts and copies."""
     while isinstance(node, fx.Node) and op_name(node) in COPIES - {"dropout"} and node.args:
         node = node.args[0]
     return node
@@ -105,7 +105,7 @@ def _divided(node: fx.Node) -> AttentionWeights | None:
         if masks or op_name(_same(nodes[-1])) == "exp":
             raise Miss(
                 "exponentials of the scores are divided by something other than their sum", node,
-                advice=SPELL + ", without a one; an epsilon is nothing only beside a sum of at least one",
+                advice=SPELL + ", which does not contain a one; an epsilon is negligible only next to a sum of at least one",
             )
         return None
     dims = [int(item) % rank(node) for item in bind(total.sum)["dim"] or ()]
@@ -131,7 +131,9 @@ LEAST_SUM = 0.5
 
 @dataclass(frozen=True)
 class _Total:
-    """A divisor: ``sum`` plus ``epsilon``, or clamped to at least ``floor``; ``nodes`` are the sum and the steps after it."""
+    """The divisor of exponentials: ``sum`` plus ``epsilon``, or clamped to at least ``floor``; ``nodes`` are the sum and the steps after
+    it.
+    """
 
     sum: fx.Node
     epsilon: float
@@ -158,7 +160,7 @@ def _total(node: Any) -> _Total | None:
 
 
 def _less_maximum(scores: fx.Node) -> bool:
-    """Return whether the scores have their maximum subtracted, so that the largest exponential is one."""
+    """Return whether the scores are a difference of scores and their maximum, so that the largest exponential is one."""
     base = _same(scores)
     if op_name(base) not in {"sub", "sub_"} or bind(base).get("alpha", 1) != 1:
         return False
@@ -174,7 +176,7 @@ Positive = tuple[fx.Node, int | None, tuple[fx.Node, ...], tuple[tuple[fx.Node, 
 def _positive(node: Any) -> Positive | None:
     """Return (scores, dim, nodes, masks) of a value that is exp(scores) times masks, up to a factor of each row; None for others.
 
-    ``dim``: the dim over which a softmax has normalised them already; None for plain exponentials.
+    ``dim``: the dim over which a softmax has already normalised the exponentials; None for plain exponentials.
     """
     base = _same(node)
     if not is_tensor(base):
@@ -214,7 +216,7 @@ def masked(node: Any) -> tuple[fx.Node, fx.Node, MaskKind] | None:
 
 
 def zero_or_one(node: Any) -> bool:
-    """Return whether a tensor is boolean, or a boolean one cast to numbers."""
+    """Return whether a tensor holds only zeros and ones: a boolean tensor, or a cast of one to numbers."""
     while isinstance(node, fx.Node):
         if is_tensor(node) and value_of(node).dtype == torch.bool:
             return True

@@ -18,13 +18,16 @@ WHOLE = "read the cache from its first token, all rows and channels, heads in or
 
 
 def made_from(behind: fx.Node, base: fx.Node | None) -> Miss:
-    """Return the Miss of keys or values that are computed from the cache ``behind``; ``base``: the node where the operand's views end."""
+    """Return the Miss for keys or values that are computed from the cache tensor ``behind`` and are no view of it.
+
+    ``base``: the node at which the operand's views end.
+    """
     name = op_name(base)
     if base is not None and (miss := learned(base)) is not None:
         return miss
     if name in GATHERS:
         return Miss(
-            f"the attention reads what {name} gathers from the cache, and not whole tokens from places of a tensor written in place",
+            f"the attention reads what {name} gathers from the cache, and not whole tokens from slots of a tensor that is written in place",
             base or behind,
             advice="gather tokens, blocks of tokens or rows, all heads and channels of them, from the tensor that the call writes to",
         )

@@ -26,7 +26,7 @@ from kvcompile.passes.match.sites import FirstRows, Miss, Slot, Write
 
 
 def within(shape: Sequence[int], rows: FirstRows) -> tuple[int, ...]:
-    """Return a cache tensor's sizes, with the rows that the graph reads in place of all rows."""
+    """Return ``shape``, the sizes of a cache tensor, with its number of rows replaced by the number that the graph reads (``rows``)."""
     return tuple(hint(rows.count) if dim == rows.dim else size for dim, size in enumerate(shape))
 
 
@@ -45,7 +45,7 @@ def same_rows(one: Slot, other: Slot) -> bool:
 
 
 def check_read(trail: Trail, read: Read, write: Write) -> None:
-    """Raise Miss where an attention may read other rows than a write to the first rows wrote."""
+    """Raise Miss if an attention may read other rows of the cache than the first rows, which the write fills."""
     rows, root = write.first_rows, trail.base
     if rows is None:
         return
@@ -72,6 +72,6 @@ def _cuts(node: fx.Node, root: fx.Node, dim: int) -> bool:
 
 
 def _told(node: fx.Node) -> object:
-    """Return the start of a slice for a message: a number, or the value of the node that computes it."""
+    """Return the start of a slice as an error message shows it: a number, or the value of the node that computes it."""
     start = begins(node)
     return value_of(start) if isinstance(start, fx.Node) else start

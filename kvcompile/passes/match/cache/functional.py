@@ -56,7 +56,7 @@ OUT_OF_PLACE = {Kind.WRITE_RANGE: _slice_scatter, Kind.WRITE_ENTRY: _select_scat
 
 
 def copied_back(node: fx.Node, root: fx.Node) -> Write | None:
-    """Return the write of ``cache.copy_(cache.index_copy(...))``; None where the copied tensor is no update of this cache alone."""
+    """Return the write of ``cache.copy_(cache.index_copy(...))``; None if the copied tensor is not an update of this cache."""
     arguments = bind(node)
     made = arguments["src"]
     if arguments["self"] is not root or not isinstance(made, fx.Node) or len(made.users) != 1:

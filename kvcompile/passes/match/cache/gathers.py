@@ -22,7 +22,7 @@ INTEGERS = {torch.int64, torch.int32}
 
 @dataclass(frozen=True)
 class Index:
-    """An indexed dim of a gather's source, its index tensor, and the elements of it that sampled results use (``coords``)."""
+    """An indexed dim of a gather's source: the index tensor, and the elements of that tensor that sampled results use (``coords``)."""
 
     dim: int
     node: fx.Node
@@ -33,7 +33,9 @@ class Index:
 
 @dataclass(frozen=True)
 class Gathered:
-    """A gather at sampled results: its source and indices; ``through``: coordinates along the source's other dims, by dim."""
+    """A gather with the elements that sampled results read: its source, its indices, and coordinates along the source's other dims
+    (``through``).
+    """
 
     node: fx.Node
     source: fx.Node
@@ -43,9 +45,10 @@ class Gathered:
 
 @dataclass(frozen=True)
 class Indexed:
-    """The layout of ``source[indices]``, with index tensors at the dims ``used``.
+    """The dims of the result of ``source[indices]``: which come from the source, and which from the broadcast index tensors.
 
-    ``shape``: that of the broadcast indices, whose dims are those of the result from ``first`` on.
+    ``used``: the source's indexed dims. ``shape``: of the broadcast index tensors, whose dims begin at dim ``first`` of the result.
+    ``rest``: the source's dims that are not indexed.
     """
 
     used: tuple[int, ...]
@@ -56,7 +59,7 @@ class Indexed:
 
     @property
     def dims(self) -> tuple[int | None, ...]:
-        """For every dim of the result, the source's dim that runs along it; None for a dim of the indices."""
+        """For every dim of the result, the source's dim that it is; None for a dim of the indices."""
         return (*self.rest[: self.first], *[None] * len(self.shape), *self.rest[self.first :])
 
 

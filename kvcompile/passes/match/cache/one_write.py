@@ -16,10 +16,10 @@ from kvcompile.passes.match.sites import Miss, Write
 def one_write(
     root: fx.Node, trail: Trail, attention: fx.Node, effects: Effects, recognise: Callable[[fx.Node, fx.Node], Write | None],
 ) -> Write:
-    """Return the one write into the part of ``root`` that a trail ends at; ``late`` where it comes after the attention.
+    """Return the one write into the part of ``root`` at which a trail ends; its field ``late`` is set if it comes after the attention.
 
-    ``recognise(node, root)`` returns a node's write to the root, None where it writes another part. Raises Miss where there is no write, or
-    several, where it goes to a copy, and where attention reads a copy that was made before it.
+    ``recognise(node, root)`` returns a node's write to the root, None where it writes another part. Raises Miss if there is no write, or
+    more than one, if it goes to a copy, and if attention reads a copy that was made before the write.
     """
     writes = effects.writes.get(root, ())
     hits = []

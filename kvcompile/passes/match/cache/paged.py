@@ -40,11 +40,13 @@ from kvcompile.passes.match.sites import Axes, Miss, Slot, Write
 from kvcompile.passes.match.slot_kinds import SlotKind
 
 ONE_TABLE = "gather each row's tokens by one block table [B, blocks], token table [B, T] or list of rows [B]"
-OTHER_ORDER = "the attention gathers from a copy of the cache whose places lie in another order"
+OTHER_ORDER = "the attention gathers from a copy of the cache whose slots are in another order"
 
 
 def find(trail: Trail, read: Read, attention: fx.Node, effects: Effects) -> Slot | None:
-    """Return the paged cache behind the gather at the end of a trail, None without a gather; raises Miss for one that is not understood."""
+    """Return the slot of the paged cache whose gather ends a trail, None without a gather; raises Miss for a gather
+    that is not understood.
+    """
     taken = gathered(trail.base, trail.there)
     if taken is None:
         return None
@@ -76,8 +78,8 @@ def _slot(way: Trail, taken: Gathered, read: Read, reading: Reading, axes: Axes,
     root, gather, columns = way.base, taken.node, reading.columns
     if not effects.writes.get(root):
         raise Miss(
-            "the attention gathers from a tensor that is not written in this graph (an uncompiled call has, or the write stands behind a "
-            "graph break)", gather, advice="keep the write and the attention in one compiled graph",
+            "the attention gathers from a tensor that is not written in this graph (an uncompiled call has, or a graph break separates the "
+            "write from the attention)", gather, advice="keep the write and the attention in one compiled graph",
         )
     if not all(isinstance(size, int) for size in value_of(root).shape):
         raise Miss("the cache that attention gathers from has no fixed size", root, advice="give every call a pool of the same size")
@@ -107,12 +109,16 @@ def _rows(read: Read, columns: Columns) -> Any:
 
 
 def _of_a_row(write: Write, batch: Any) -> Write:
-    """Return the write with ``count`` as the tokens of one row; unchanged where rows do not have equally many."""
+    """Return the write with ``count`` divided by the number of batch rows: the tokens of one row. Unchanged if it does
+    not divide evenly.
+    """
     return write if hint(write.count) % hint(batch) else replace(write, count=plain(write.count // batch))
 
 
 def _anywhere(taken: Gathered) -> Coords:
-    """Return sampled coordinates in the source of a gather: random along indexed dims, the gather's own along the others."""
+    """Return sampled coordinates in a gather's source: random along indexed dims, and along the other dims as the sampled results have
+    them.
+    """
     rng = np.random.default_rng(0)
     shape = sizes(taken.source)
     count = len(taken.indices[0].coords)
@@ -167,7 +173,7 @@ def _layout(there: Coords, base: tuple[int, ...], columns: Columns) -> Axes | No
 
 @dataclass(frozen=True)
 class _Roles:
-    """An index tensor, or the tensor that it is a view of, with the role of each dim; an entry counts for ``every`` tokens."""
+    """A tensor of indices with the role of each of its dims; each entry holds the index of ``every`` consecutive tokens."""
 
     node: fx.Node
     roles: tuple[str, ...]
@@ -199,19 +205,20 @@ class _Search:
                 found = self._index(index)
                 picked.append(Picked(found.node, found.roles, weight, size, index.wraps, found.every))
             elif size > 1:
-                raise Miss("the gather indexes something other than places of the cache", index.node, advice=ONE_TABLE)
+                raise Miss("the gather indexes something other than slots of the cache", index.node, advice=ONE_TABLE)
         running = [
             self._running(dim, column, form.weights[dim], shape[dim]) for dim, column in self.taken.through.items() if form.weights[dim]
         ]
         return Places(tuple(picked), tuple(running), form.first)
 
     def _running(self, dim: int, column: np.ndarray, weight: int, size: int) -> Running:
-        """Return how a dim that is not indexed runs along with tokens or batch rows; raises Miss for any other order."""
+        """Return how a dim without an index tensor runs along with tokens or batch rows; raises Miss for any other order."""
         if (column == self.columns["T"][0] % size).all():
             return Running("T", weight, size)
         if (column == self.columns["B"][0]).all():
             return Running("B", weight, size)
-        raise Miss(f"the attention reads dim {dim} of what it gathers from in an order of its own", self.gather, advice=ONE_TABLE)
+        why = f"the attention reads dim {dim} of what it gathers from in another order than the cache's"
+        raise Miss(why, self.gather, advice=ONE_TABLE)
 
     def _index(self, index: Index) -> _Roles:
         """Return an index tensor, or a tensor of equal values that it is a view of, with its dims' roles; raises Miss if a dim has none."""
@@ -264,7 +271,7 @@ class _Search:
         return None
 
     def _blocks(self, size: int, rows: int, tokens: int) -> set[int]:
-        """Return how many tokens a block may hold; constants alone, which do not change when a table grows."""
+        """Return the candidate numbers of tokens per block; only constants, which do not change when a table grows."""
         known = set(sizes(self.taken.source))
         if self.fixed:
             known |= {-(-tokens // size), -(-tokens // max(size // rows, 1))}

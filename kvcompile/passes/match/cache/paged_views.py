@@ -43,7 +43,7 @@ def place_of(coords: Coords, shape: tuple[int, ...], axes: Axes) -> np.ndarray:
 
 
 def linear(view: fx.Node, root: fx.Node, axes: Axes, otherwise: str) -> Linearity:
-    """Return the slot numbers of a paged cache's view as a linear function; raises Miss (reason ``otherwise``) where they are none."""
+    """Return the slot numbers of a paged cache's view as a linear function; raises Miss (reason ``otherwise``) if they are not linear."""
     shape = sizes(view)
     units = np.concatenate([np.zeros((1, len(shape)), dtype=np.int64), np.diag([int(size > 1) for size in shape])])
     samples = sample(shape)

@@ -21,14 +21,14 @@ from kvcompile.passes.match.paged_places import Picked, Places, Running
 from kvcompile.passes.match.sites import Axes, Miss, Position, Write
 
 FORMS = "write new tokens with pool[blocks, offsets] = x, pool.view(-1, K, D)[slots] = x or index_copy_(0, slots, x)"
-OTHER_ORDER = "the write goes through a view whose places lie in another order than the cache's"
+OTHER_ORDER = "the write goes through a view whose slots are in another order than the cache's"
 
 
 def pool_write(node: fx.Node, root: fx.Node, axes: Axes, heads: int) -> Write | None:
     """Return the write of an in-place node to a paged cache, None where it writes another part; raises Miss for an unknown write."""
     name = op_name(node)
     if name not in IN_PLACE or name == "copy_":
-        raise Miss(f"the pool that attention gathers from is written by {name}, which is no known write of places", node, advice=FORMS)
+        raise Miss(f"the pool that attention gathers from is written by {name}, which is no known way to write slots", node, advice=FORMS)
     arguments = bind(node)
     if arguments.get("accumulate"):
         raise Miss("the write accumulates into the cache", node, advice="write the new tokens, without accumulate=True")
@@ -144,9 +144,10 @@ class _Form:
         return tuple(role if size > 1 else "" for role, size in zip(mine, sizes(index), strict=True))
 
     def _dims(self, here: Coords, there: Coords, weights: tuple[int, ...]) -> tuple[tuple[str, ...], dict[int, tuple[int, int]]]:
-        """Return every written dim's role, and {written dim: (root dim, index)} where the cache slot is one index of a dim.
+        """Return every written dim's role, and {written dim: (root dim, index)} for written dims of size one at a selected index of the
+        root.
 
-        Raises Miss where it covers some heads or channels only.
+        Raises Miss where the write covers some heads or channels only.
         """
         head, channel, channels = self._columns(there)
         chosen = dict(self.axes.select)

@@ -31,7 +31,7 @@ def columns_of(trail: Trail, roles: tuple[str, ...], shape: tuple[int, ...]) -> 
 class Reading:
     """A reading of an operand's dims: coordinates and size of B, K, T and D, and whether kv heads are ``tiled`` rather than repeated.
 
-    ``tiles``: how often heads are tiled after they were repeated, or alone (``v.repeat(1, tiles, 1, 1)``).
+    ``tiles``: how often the heads are tiled as a whole, after any repeats (``v.repeat(1, tiles, 1, 1)``).
     """
 
     columns: Columns
@@ -42,7 +42,7 @@ class Reading:
 def candidates(columns: Columns, base: tuple[int, ...]) -> list[Reading]:
     """Return every reading of batch rows and kv heads, in the order of trying: H over all divisors, BH over all batch sizes.
 
-    ``base``: sizes that the batch may have, those of the cache tensor.
+    ``base``: the sizes of the cache tensor, one of which may be the batch.
     """
     rest = {role: value for role, value in columns.items() if role in {"T", "D", "B", "K"}}
     zero = np.zeros(len(next(iter(columns.values()))[0]), dtype=np.int64)
@@ -71,7 +71,7 @@ def candidates(columns: Columns, base: tuple[int, ...]) -> list[Reading]:
 
 
 def _grouped(rest: Columns, head: np.ndarray, heads: int) -> list[Reading]:
-    """Return the readings of query heads as kv heads, over all divisors: repeated (h // G) first, then tiled (h % K), then both."""
+    """Return the readings of query heads as kv heads, over all divisors: repeated (h // G), then tiled (h % K), then repeated and tiled."""
     counts = [kv for kv in range(heads, 0, -1) if heads % kv == 0]
     repeated = [Reading({**rest, "K": (head // (heads // kv), kv)}) for kv in counts]
     tiled = [Reading({**rest, "K": (head % kv, kv)}, tiled=True) for kv in counts if 1 < kv < heads]

@@ -61,7 +61,10 @@ class Window:
 
 
 def find(trail: Trail, roles: tuple[str, ...], operand: fx.Node, attention: fx.Node, effects: Effects) -> Window | None:
-    """Return the sliding window that an operand traced to ``trail`` reads, None for other caches; raises Miss where it almost is one."""
+    """Return the sliding window that an operand traced to ``trail`` reads; None for other caches.
+
+    Raises Miss for a sliding window that is read or kept in a way that is not supported.
+    """
     if "T" not in roles or op_name(trail.base) in UPDATES:
         return None
     token = roles.index("T")
@@ -163,7 +166,7 @@ def _suffixes(path: tuple[fx.Node, ...]) -> bool:
 
 
 def _halves(line: tuple[TokenSpan, ...]) -> tuple[TokenSpan | None, TokenSpan | None]:
-    """Return (span of the past or None, span of the new tokens) of a sequence of these alone; (None, None) for any other sequence."""
+    """Return (span of the past or None, span of the new tokens) of a sequence of only these; (None, None) for any other sequence."""
     if not line or len(line) > 2 or line[-1].source.op == "placeholder":
         return None, None
     if len(line) == 2 and line[0].source.op != "placeholder":
@@ -204,7 +207,7 @@ def _kept(placeholder: fx.Node | None, new: TokenSpan, dim: int, effects: Effect
 
 
 def _related(item: fx.Node, sources: set[fx.Node | None], effects: Effects) -> bool:
-    """Return whether an output is computed from one of ``sources`` in one operation, and is not that tensor itself."""
+    """Return whether an output is computed from one of ``sources`` in one operation, and is not itself one of them."""
     base = effects.root.get(item, item)
     made = {effects.root.get(node, node) for node in base.all_input_nodes} | set(base.all_input_nodes)
     return base not in sources and bool(made & sources)
@@ -220,7 +223,7 @@ def _traced(node: fx.Node, dim: int, time: int, effects: Effects) -> RetainedTok
 
 
 def _check_covers(line: tuple[TokenSpan, ...], size: Any, root: fx.Node) -> None:
-    """Raise Miss unless a sequence ends with the newest token and, where it begins with the past, holds all new tokens."""
+    """Raise Miss unless a sequence of spans ends with the newest token and, if it begins with the past, holds all new tokens."""
     if not same(line[-1].end, size):
         raise Miss("the window does not end with the newest token", root, advice=ADVICE)
     if len(line) == 2 and not same(line[-1].start if line[-1].base is None else line[-1].base, 0):
@@ -228,7 +231,7 @@ def _check_covers(line: tuple[TokenSpan, ...], size: Any, root: fx.Node) -> None
 
 
 def _unchanged(values: fx.Node, effects: Effects) -> None:
-    """Raise Miss where the new tokens are written to in place after they were made."""
+    """Raise Miss if the new tokens ``values`` are written to in place after they were computed."""
     for items in effects.writes.values():
         for write in items:
             late = effects.order[write] > effects.order[values]
@@ -256,7 +259,7 @@ def _slots(
 
 
 def _write(values: fx.Node, dim: int, root: fx.Node, chain: tuple[fx.Node, ...], effects: Effects) -> Write:
-    """Return the write of all new tokens, placed before the first node that reads them."""
+    """Return the write of all new tokens of a sliding window; in the rewritten graph it comes before the first node that reads them."""
     anchor = min(values.users, key=effects.order.__getitem__)
     rank = len(sizes(root))
     steps = dict.fromkeys(op_name(node) for node in chain if op_name(node) in CONCATENATIONS | {"roll", "copy_"})
@@ -267,9 +270,9 @@ def _write(values: fx.Node, dim: int, root: fx.Node, chain: tuple[fx.Node, ...],
 
 
 def _refill(operand: fx.Node, trail: Trail, effects: Effects) -> Window | None:
-    """Return the window of an attention over new tokens alone, the last of which replace all of a buffer; None for other attentions.
+    """Return the window of an attention that reads only new tokens, the last of which replace all of a buffer; None for other attentions.
 
-    Raises Miss where it almost is one.
+    Raises Miss if the new tokens do not fill the buffer in a supported way.
     """
     sources = frozenset({*trail.path, trail.base})
     for root, writes in effects.writes.items():

@@ -40,7 +40,7 @@ class NoCache(Exception):
 
 
 def _through_writes(node: fx.Node, join: fx.Node | None = None) -> Trail:
-    """Return the trail from an operand to the tensor that it is a view of, through in-place writes to the tensor they wrote.
+    """Return the trail from an operand to the tensor that it is a view of; the trail passes in-place writes to the tensors that they wrote.
 
     ``join``: a concatenation of memory and cached tokens, if ``node`` is the cached part of one; None without memory.
     """
@@ -72,9 +72,9 @@ def _resume(node: fx.Node, trail: Trail) -> Trail:
 
 
 def _label(trail: Trail, base: tuple[int, ...], roles: Columns, token_dim: int, only_row: int | None = None) -> Axes | None:
-    """Return the layout of the root under one reading of the operand's dims; None where the samples do not fit it.
+    """Return the layout of the root under one reading of the operand's dims; None if the sampled coordinates do not fit that reading.
 
-    ``only_row``: the root's dim of batch rows where attention reads a single one of them; None elsewhere.
+    ``only_row``: the root's dim of batch rows if attention reads only one of them; None otherwise.
     """
     labels: list[tuple[str, ...] | None] = [None] * len(base)
     left = dict(roles)
@@ -132,9 +132,9 @@ def _label(trail: Trail, base: tuple[int, ...], roles: Columns, token_dim: int, 
 
 
 def _beside(column: np.ndarray, size: int, left: Columns) -> tuple[tuple[str, ...], int, int] | None:
-    """Return (roles, first index, count) of the heads or channels, or both, that are a range of a dim; None where there are none.
+    """Return (roles, first index, count) if a dim of the root holds heads, channels or both in one range of its indices; else None.
 
-    Keys and values may be two ranges of one dim, for example.
+    For example, keys and values may be two ranges of one dim.
     """
     candidates: list[tuple[tuple[str, ...], np.ndarray, int]] = [((role,), *left[role]) for role in ("K", "D") if role in left]
     if {"K", "D"} <= left.keys():
@@ -178,7 +178,9 @@ def find(operand: fx.Node, roles: tuple[str, ...], attention: fx.Node, effects: 
 
 
 def at(trail: Trail, read: Read, attention: fx.Node, effects: Effects) -> Slot:
-    """Return the slot of a sliding, paged or linear cache at the end of a trail; raises Miss, or NoCache where there is none."""
+    """Return the slot of the sliding, paged or linear cache at the end of a trail; raises NoCache if no cache is there, Miss if not
+    supported.
+    """
     if "T" not in read.roles:
         raise Miss(
             "what the attention's weights are multiplied with has no dim of cached tokens (the weights are mixed over heads, say)",
@@ -236,7 +238,9 @@ def _grown_later(past: fx.Node, trail: Trail, read: Read, effects: Effects) -> S
 
 
 def _only_read(root: fx.Node, trail: Trail, read: Read) -> Slot:
-    """Return the slot of a cache that this graph reads and does not write, as in cross-attention; raises Miss for a partial read."""
+    """Return the slot of a cache that this graph reads and does not write, as in cross-attention; raises Miss if only
+    part of it is read.
+    """
     tokens, count = trail.here[:, read.roles.index("T")], read.shape[read.roles.index("T")]
     dims = [dim for dim, size in enumerate(sizes(root)) if (trail.there[:, dim] == tokens).all() and size == count]
     if not dims:
@@ -289,7 +293,7 @@ def _unwritten(root: fx.Node, effects: Effects) -> None:
     """Raise Miss where a concatenated cache is written to afterwards: its new tokens are then not the concatenated ones."""
     if writes := effects.writes.get(root):
         raise Miss(
-            "the concatenated cache is written to after it is made (it grew by empty places, say)", writes[0],
+            "the concatenated cache is written to after it is made (it grew by empty slots, for example)", writes[0],
             advice="concatenate the new tokens themselves, or make the larger cache outside of the compiled call",
         )
 

@@ -28,10 +28,10 @@ LIMIT = 64
 
 @dataclass(frozen=True)
 class TokenSpan:
-    """A span: ``count`` consecutive tokens of ``source`` from ``start`` on.
+    """A span: ``count`` consecutive tokens of ``source`` from index ``start`` on.
 
-    ``base``: the span's start before the front of its sequence was cut off, where symbolic sizes leave open whether the cut falls into this
-    span; such a span may be empty. None elsewhere.
+    ``base``: the span's start before the front of its sequence was cut off, if symbolic sizes do not show whether the cut falls into this
+    span; such a span may be empty. None for all other spans.
     """
 
     source: fx.Node
@@ -68,11 +68,14 @@ class SpanTracer:
         ]
 
     def of(self, node: fx.Node, time: int) -> tuple[TokenSpan, ...]:
-        """Return the spans of a tensor as a node at order ``time`` reads it; raises Unknown where they cannot be traced."""
+        """Return the spans of a tensor as the node at index ``time`` of the graph reads it; raises Unknown where they cannot be traced."""
         return _joined(self._of(node, time))
 
     def _of(self, node: fx.Node, time: int) -> list[TokenSpan]:
-        """Return the spans of a tensor as a node at order ``time`` reads it, neighbours not joined; raises Unknown where untraceable."""
+        """Return the spans of a tensor as the node at index ``time`` of the graph reads it, not merged with their neighbours.
+
+        Raises Unknown where they cannot be traced.
+        """
         if len(self.chain) > LIMIT or not is_tensor(node) or value_of(node).dim() <= self.dim:
             raise Unknown
         if node in self.sources:
@@ -101,7 +104,7 @@ class SpanTracer:
         return TokenSpan(node, 0, self._size(node))
 
     def _cat(self, node: fx.Node) -> list[TokenSpan]:
-        """Return the spans of a concatenation; a span of its own where it joins another dim."""
+        """Return the spans of a concatenation; if another dim is concatenated, one span with the result as its source."""
         arguments = bind(node)
         if int(arguments["dim"]) % len(sizes(node)) != self.dim:
             return [self._all(node)]
@@ -110,7 +113,7 @@ class SpanTracer:
         return [run for part in parts for run in self._of(part, self.effects.order[node])]
 
     def _rolled(self, node: fx.Node) -> list[TokenSpan]:
-        """Return the spans of a rolled tensor; a span of its own where another dim, or several, are rolled."""
+        """Return the spans of a rolled tensor; if another dim or several are rolled, one span with the result as its source."""
         arguments = bind(node)
         shifts, dims = list(arguments["shifts"]), list(arguments["dims"] or [])
         if len(shifts) != 1 or len(dims) != 1 or int(dims[0]) % len(sizes(node)) != self.dim:
@@ -124,7 +127,7 @@ class SpanTracer:
         return _between(line, left, size) + _between(line, 0, left)
 
     def _sliced(self, node: fx.Node, time: int) -> list[TokenSpan]:
-        """Return the spans of the slice ``node`` as a node at order ``time`` reads it."""
+        """Return the spans of ``node``, a slice, as the node at index ``time`` of the graph reads it."""
         parent = node.args[0]
         dim = int(bind(node)["dim"]) % len(sizes(node))
         if dim != self.dim and sizes(node)[dim] != sizes(parent)[dim]:  # type: ignore[arg-type]
@@ -160,7 +163,7 @@ class SpanTracer:
         return plain(start), count
 
     def _written(self, node: fx.Node, line: list[TokenSpan], time: int) -> list[TokenSpan]:
-        """Return the spans of a tensor with memory of its own, after the writes into it that come before ``time``."""
+        """Return the spans of a tensor that is no view, updated by the writes into it that come before index ``time`` of the graph."""
         order = self.effects.order
         later = [(order[write], write, target) for write, target in self.writes if same_memory(target, node)]
         for at, write, target in sorted(later, key=lambda item: item[0]):
@@ -197,7 +200,10 @@ class SpanTracer:
         return _between(line, 0, start) + written + _between(line, start + count, self._size(node))
 
     def _place(self, target: fx.Node, node: fx.Node) -> tuple[Any, Any]:
-        """Return (start, count) of the tokens of ``node`` that a view of it covers; raises Unknown for views that are no ranges."""
+        """Return (start, count), the range of the tokens of ``node`` that its view ``target`` covers; raises Unknown for no range.
+
+        The nodes on the way from ``target`` to ``node`` are added to ``chain``.
+        """
         if value_of(target).dim() <= self.dim:
             raise Unknown
         start, count = 0, self._size(target)
@@ -253,7 +259,9 @@ def _number(item: Any) -> Any:
 
 
 def _between(line: list[TokenSpan], start: Any, end: Any) -> list[TokenSpan]:
-    """Return the spans between two indices into a sequence of spans; raises Unknown where symbolic sizes leave them open."""
+    """Return the spans from index ``start`` to ``end`` of a sequence; raises Unknown if symbolic sizes do not show
+    which spans these are.
+    """
     found: list[TokenSpan] = []
     at: Any = 0
     if len(line) == 2 and not at_most(start, line[0].count) and not at_most(line[0].count, start):
@@ -271,9 +279,9 @@ def _between(line: list[TokenSpan], start: Any, end: Any) -> list[TokenSpan]:
 
 
 def _last_of_two(line: list[TokenSpan], start: Any, end: Any) -> list[TokenSpan]:
-    """Return both spans cut to begin at ``start``, where symbolic sizes leave open which one it is in.
+    """Return the tokens from ``start`` to ``end`` of two consecutive spans, where symbolic sizes do not show which span ``start`` is in.
 
-    Raises Unknown unless ``end`` is the end of the second.
+    The result is two spans, of which the first may be empty. Raises Unknown unless ``end`` is the end of the second.
     """
     first, second = line
     if not (same(end, first.count + second.count) and at_most(0, start) and at_most(start, end)):
@@ -288,7 +296,7 @@ def _last_of_two(line: list[TokenSpan], start: Any, end: Any) -> list[TokenSpan]
 
 
 def _joined(line: list[TokenSpan]) -> tuple[TokenSpan, ...]:
-    """Return the spans with neighbours joined where one continues another of the same source."""
+    """Return the spans with adjacent ones merged where the second continues the first in the same source."""
     found: list[TokenSpan] = []
     for run in line:
         if found and found[-1].source is run.source and same(found[-1].end, run.start):

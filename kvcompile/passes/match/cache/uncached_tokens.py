@@ -14,9 +14,9 @@ from kvcompile.passes.match.slot_kinds import SlotKind
 
 
 def without_cache(operand: fx.Node, roles: tuple[str, ...], effects: Effects) -> Slot:
-    """Return the new tokens that an attention operand is a view of, in a graph without a cache, as a slot.
+    """Return, as a slot, the new tokens of which an attention operand is a view, in a graph without a cache.
 
-    Its root is the computed tensor, or the first view of it with dims of their own for tokens and batch rows: one projection may compute
+    The slot's root is the computed tensor, or its first view that has separate dims for tokens and batch rows: one projection may compute
     queries, keys and values of all rows. Raises Miss where there is no such tensor, or where something writes to it.
     """
     if "T" not in roles:

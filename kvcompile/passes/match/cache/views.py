@@ -81,9 +81,10 @@ def region(dest: fx.Node, root: fx.Node) -> ViewRegion:
 def rows_of(
     dest: fx.Node, root: fx.Node, dims: dict[int, int], offsets: dict[int, int], token_dim: int, ranged: bool = False,
 ) -> FirstRows | None:
-    """Return the first entries of one dim that a view of the cache covers; None where it covers all of every dim but the tokens'.
+    """Return the first entries of one dim to which a view of the cache is limited; None if it covers every dim other than the tokens' in
+    full.
 
-    ``ranged``: the view is a range of tokens. Raises Miss where it covers part of several dims, or not the first entries of one.
+    ``ranged``: the view is a range of tokens. Raises Miss if it is limited in several dims, or to entries other than the first.
     """
     found: FirstRows | None = None
     for d, dim in dims.items():
@@ -99,7 +100,7 @@ def rows_of(
 
 
 def partial(node: fx.Node, dim: int, written: object, held: object, first: object = 0) -> Miss:
-    """Return the Miss of a write to ``written`` of the ``held`` entries of a dim, from entry ``first`` on."""
+    """Return the Miss of a write that covers only ``written`` of the ``held`` entries of dim ``dim``, from entry ``first`` on."""
     return Miss(
         f"the write covers only part of the cache (dim {dim}: {written} of {held}, from {first})",
         node, advice="write the new tokens of all rows, heads and channels at once, or of the first rows, which attention then reads alone "

@@ -75,7 +75,8 @@ def index_put(node: fx.Node, root: fx.Node) -> Write:
         dims, fixed, offsets = along(dest, root)
         if not is_row_index(indices[row_dim]):
             raise Miss(
-                "the write's row index is not arange(batch) (rows of the cache are assigned to requests), and the cache is read as it lies",
+                "the write's row index is not arange(batch) (rows of the cache are assigned to requests), and attention reads the rows in "
+                "order",
                 indices[row_dim], advice="read the rows of the requests, cache[rows], or keep request b in row b of the cache",
             )
         rows = _numbered(dest, root, dims, row_dim, indices[row_dim], rows_of(dest, root, dims, offsets, dims[token_dim]))
@@ -115,7 +116,7 @@ def _numbered(
 ) -> FirstRows | None:
     """Return the rows that a write indexes by ``numbers``, which are 0, 1, 2, ...; None for all rows of the cache.
 
-    ``cut``: the rows of the cache that the written view covers, None for all. Raises Miss where they are of different dims.
+    ``cut``: the rows of the cache that the written view covers, None for all. Raises Miss if ``cut`` and ``numbers`` limit different dims.
     """
     count, held = value_of(numbers).shape[0], value_of(dest).shape[row_dim]
     if same(count, held):
@@ -177,7 +178,7 @@ def _token_range(node: fx.Node, dest: fx.Node, root: fx.Node, tokens: frozenset[
         raise Miss("the write goes to a view with no token ranges", node, advice=FORMS)
     ranges = " and ".join(f"{_range(ranged)} of dim {dim}" for dim, ranged in sorted(by_dim.items()))
     raise Miss(
-        f"the write goes to {ranges} of the cache, and which of them are tokens could not be told", node,
+        f"the write goes to {ranges} of the cache, and it is not clear which of them are tokens", node,
         advice=f"{FORMS}, for all rows or for the first ones: cache[:rows, :, start:start + n] = x",
     )
 

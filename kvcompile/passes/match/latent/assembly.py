@@ -132,7 +132,7 @@ def _assembly(attention: Attention, effects: Effects) -> Assembly:
         raise Miss("keys and values are made for different numbers of heads", attention.output, advice="make both for the same heads")
     if len(own) > 1 or (heads and own != {1}):
         raise Miss(
-            "what keys and values are made from has several heads of its own", attention.output,
+            "the cached latent that keys and values are made from has several heads", attention.output,
             advice="cache one latent for all heads, or the keys and values themselves",
         )
     if any(stripe.slot.tiled or stripe.slot.tiles > 1 for stripe in stripes):
@@ -206,9 +206,9 @@ def _stripe(run: _ChannelRun, start: int, count: int) -> Stripe:
 
 
 def _follow(node: fx.Node, coords: Coords, run: _ChannelRun) -> tuple[fx.Node, Coords, list[fx.Node]]:
-    """Return (node, coordinates, path) upstream of a run, through views, joins of channels and writes into fresh tensors.
+    """Return (node, coordinates, path): how far a run can be followed through views, joins of channels and writes into fresh tensors.
 
-    Raises _Split where the channels part ways.
+    Raises _Split if the run's channels come from different tensors.
     """
     path: list[fx.Node] = []
     while True:
@@ -235,7 +235,10 @@ def _grows(node: fx.Node, coords: Coords, run: _ChannelRun) -> bool:
 
 
 def _cuts(column: np.ndarray, run: _ChannelRun, edges: list[int], node: fx.Node) -> set[int]:
-    """Return the operand's channels where a column of coordinates crosses one of ``edges``; raises Miss if the column is no run."""
+    """Return the operand's channels at which ``column``, the coordinate of each channel, crosses one of ``edges``.
+
+    Raises Miss if the coordinates are not consecutive.
+    """
     shift = column - run.channel
     if not (shift == shift[0]).all():
         raise Miss("keys or values are put together in a way that is not known", node, advice=WHOLE_RUNS)
@@ -255,7 +258,7 @@ def _through_join(node: fx.Node, coords: Coords, run: _ChannelRun) -> tuple[fx.N
 
 
 def _through_writes(node: fx.Node, coords: Coords, run: _ChannelRun) -> tuple[fx.Node, Coords]:
-    """Return (copied tensor, coordinates in it) of elements of a fresh tensor, for the last copy into it; raises _Split, or Miss."""
+    """Return (copied tensor, coordinates in it) of elements of a fresh tensor, by the last copy that wrote them; raises _Split, or Miss."""
     for write in reversed(run.effects.writes[node]):
         if run.effects.order[write] > run.effects.order[run.attention]:
             raise Miss("what attention reads is written to after it", write, advice="write first, then attend")
@@ -273,7 +276,7 @@ def _through_writes(node: fx.Node, coords: Coords, run: _ChannelRun) -> tuple[fx
 
 
 def _slot(trail: Trail, run: _ChannelRun) -> tuple[Slot, int]:
-    """Return the slot at the end of a trail, with all of its channels, and the first of them that is read."""
+    """Return (slot at the end of a trail, the first of its channels that the run reads); the slot has all channels of the cache."""
     shape = list(sizes(run.node))
     column, first = run.channel - run.channel.min(), 0
     shape[run.channel_dim] = int(column.max()) + 1
@@ -291,7 +294,10 @@ def _slot(trail: Trail, run: _ChannelRun) -> tuple[Slot, int]:
 
 
 def _shared(trail: Trail, shape: tuple[int, ...], run: _ChannelRun) -> Slot:
-    """Return the slot at the end of a trail, with heads of its own or with one head that all heads share; raises Miss."""
+    """Return the slot at the end of a trail, whose cache has either a head for each head of the operand or one head that all share.
+
+    Raises Miss if neither fits.
+    """
 
     def behind(names: dict[str, str]) -> Slot:
         read = Read(run.node, tuple(names.get(role, role) for role in run.roles), shape)

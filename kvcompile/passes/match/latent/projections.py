@@ -73,5 +73,5 @@ def sides(node: fx.Node, coords: Coords) -> tuple[ProjectionOperand, ProjectionO
 
 
 def _drawn(size: int, count: int) -> np.ndarray:
-    """Return ``count`` random indices below ``size``, the first and the last index among them."""
+    """Return ``count`` random indices below ``size``, which include the first and the last index."""
     return np.concatenate([[0, size - 1], np.random.default_rng(1).integers(0, size, count)])[:count]

@@ -10,9 +10,10 @@ from kvcompile.passes.match.sites import Miss, Projection, WeightDim
 
 
 def projection(weight: ProjectionOperand, heads: int, head: np.ndarray, channel: np.ndarray, inner: int, count: int) -> Projection:
-    """Return the projection by a weight, from samples of it, their ``head`` (of ``heads``) and their ``channel`` (of ``count``).
+    """Return the projection that a weight holds, from sampled elements of it with their ``head`` and ``channel``.
 
-    Heads that share a matrix count as one. Raises Miss where the weight does not hold a matrix for each head.
+    ``heads``, ``count``: the numbers of heads and of channels; heads that share a matrix count as one. Raises Miss where the weight has no
+    separate matrix for each head.
     """
     for kept in (n for n in range(1, heads + 1) if heads % n == 0):
         forms = [
@@ -44,7 +45,7 @@ def _one_block(forms: tuple[WeightDim, ...], shape: tuple[int, ...], heads: int,
 
 
 def _form(column: np.ndarray, head: np.ndarray, channel: np.ndarray) -> WeightDim | None:
-    """Return the form a * head + b * channel + c of a column of coordinates; None where it has none."""
+    """Return coordinates ``column`` as a * head + b * channel + c; None if they are no such linear form."""
     rows = np.stack([head, channel, np.ones_like(head)], axis=1).astype(float)
     found, *_ = np.linalg.lstsq(rows, column.astype(float), rcond=None)
     a, b, c = (round(float(value)) for value in found)

@@ -148,7 +148,9 @@ def _truth(expr: Expr) -> Expr:
 
 
 def _choice(condition: Expr, yes: Expr, no: Expr) -> Expr:
-    """Return ``where(condition, yes, no)``: the condition or its opposite for the numbers one and zero."""
+    """Return ``where(condition, yes, no)``; simplified to the condition, or to its negation, if the branches are the
+    numbers one and zero.
+    """
     if yes.op == no.op == "num" and (yes.number, no.number) in {(1.0, 0.0), (0.0, 1.0)}:
         return condition if yes.number else Expr("not", (condition,))
     return Expr("where", (condition, yes, no))
@@ -230,7 +232,7 @@ def _compare(node: fx.Node, coords: Coords) -> Expr:
 
 
 def _combined(op: str, left: Expr, right: Expr) -> Expr:
-    """Return a sum, difference or product; as one linear form where both sides are integers or linear forms that are added."""
+    """Return a sum, difference or product of two expressions; a sum of integers or linear forms becomes one linear form."""
     whole = all(side.op == "idx" or (side.op == "num" and side.number.is_integer()) for side in (left, right))
     if whole and op in {"add", "sub"} and "idx" in {left.op, right.op}:
         a = left.linear if left.op == "idx" else LinearForm(const=int(left.number))
@@ -326,7 +328,7 @@ def _triangle(node: fx.Node, coords: Coords) -> Expr:
 
 
 def _inside(node: fx.Node, coords: Coords) -> Expr:
-    """Return an element of a padded tensor as one of its operand; raises _NotExpressible where it may be padding."""
+    """Return an element of a padded tensor as an element of the operand that was padded; raises _NotExpressible where it may be padding."""
     arguments = bind(node)
     pads = [integer(item).const for item in arguments["pad"]]
     if arguments.get("mode", "constant") != "constant":

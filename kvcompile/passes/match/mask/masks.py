@@ -56,7 +56,7 @@ def negated(expr: Expr) -> Expr:
 
 
 def _predicate(expr: Expr, term: MaskTerm) -> Expr:
-    """Return the condition under which an additive mask is zero; raises _Carried unless it hides for certain everywhere else."""
+    """Return the condition under which an additive mask is zero; raises _Carried unless the mask surely hides the token otherwise."""
     if expr.op == "where":
         condition, yes, no = expr.args
         if _hides(yes, term):
@@ -75,10 +75,10 @@ def _hides(expr: Expr, term: MaskTerm) -> bool:
 
 
 def hidden_at(term: MaskTerm) -> float:
-    """Return the number at and below which an added mask hides: the lowest one of the dtype that it is added in, or minus infinity.
+    """Return the largest number that an added mask may have to surely hide a token: the least number of the dtype of the sum, or -inf.
 
-    No other number hides for certain: a softmax does not change with a number that is added to all scores of a row, so a token at -20000 is
-    seen if all others are at -1e9, and scores may be lower than -10000.
+    A larger number may not hide: a softmax does not change if a number is added to all scores of a row, so a token at -20000 is visible if
+    all others are at -1e9, and scores may be lower than -10000.
     """
     return lowest(term.dtype) if abs(term.factor) >= LEAST_FACTOR else -math.inf
 
@@ -94,7 +94,7 @@ def _finite(expr: Expr, term: MaskTerm) -> bool:
 
 
 def _moderate(node: fx.Node) -> bool:
-    """Return whether a tensor holds, in every call, numbers no larger than positions are: slopes of ALiBi, say."""
+    """Return whether a tensor is a known constant with no element larger than the largest possible position, such as ALiBi's slopes."""
     value = known(node)
     return value is not None and bool((value.abs() <= LONGEST).all())
 
@@ -196,7 +196,7 @@ def _plain(expr: Expr, axis: str, effects: Effects) -> tuple[fx.Node, tuple[str,
 
 
 def _compared(expr: Expr, effects: Effects) -> tuple[bool, Limit]:
-    """Return (whether it is an upper limit, the limit) of a comparison; raises _Carried unless it limits the cached position."""
+    """Return (whether it is an upper limit, the limit) of a comparison with the cached position; raises _Carried for other comparisons."""
     atoms: list[tuple[int, Expr]] = []
     form = _sum(expr.args[1], -1, _sum(expr.args[0], 1, LinearForm(), atoms), atoms)
     op, side = expr.op, form.of("T")
@@ -261,9 +261,9 @@ def _term(term: MaskTerm, bounds: dict[str, object], effects: Effects) -> None:
 
 
 def normalise(attention: Attention, effects: Effects) -> Bounds:
-    """Return the mask of an attention in normal form.
+    """Return the mask of an attention in normal form: limits on positions, a padding mask, and the terms carried as tensors.
 
-    Raises Miss where a finite number replaces scores and terms other than biases before it are carried.
+    A finite number may replace scores (in place of -inf) only in the last term, after nothing but biases; raises Miss otherwise.
     """
     bounds: dict[str, object] = {}
     carried, places = [], []
@@ -281,7 +281,7 @@ def normalise(attention: Attention, effects: Effects) -> Bounds:
     biases = all(term is replaced or _bias(term) for term in carried) if replaced is not None else True
     if replaced is not None and not (biases and carried[-1] is replaced and places == list(range(len(places)))):
         raise Miss(
-            f"masked scores are replaced by {replaced.fill:g}, {SEEN}, beside another mask", replaced.node, advice=UNSEEN,
+            f"masked scores are replaced by {replaced.fill:g}, {SEEN}, and there is another mask", replaced.node, advice=UNSEEN,
         )
     hi = bounds.get("hi")
     if attention.causal:
@@ -292,9 +292,9 @@ def normalise(attention: Attention, effects: Effects) -> Bounds:
 
 
 def conditions(term: MaskTerm) -> list[Expr] | None:
-    """Return all conditions under which a mask shows a token, over axes named by roles; None where the mask hides nothing for certain.
+    """Return all conditions under which a mask shows a token, over axes named by roles; None for a mask that surely hides no token.
 
-    A bias does not, nor does a mask that replaces scores by a finite number.
+    Biases are such masks, and masks that replace scores by a finite number.
     """
     if term.fill != -math.inf:
         return None

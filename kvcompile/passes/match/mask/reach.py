@@ -20,9 +20,10 @@ from kvcompile.passes.match.sites import LimitKind, Site
 
 
 def reach(site: Site) -> Any:
-    """Return how many tokens a buffer's attention reads whatever was written: up to a constant limit, or all without a mask.
+    """Return how many tokens of a buffer an attention reads, however many were written: its constant upper limit, or all without a mask.
 
-    An int or a SymInt; 0 where positions limit it, and for caches that grow or are paged.
+    An int or a SymInt. 0 means that it reads none beyond those that were written: if positions limit the tokens, and for caches that grow
+    or are paged.
     """
     bounds, attention, slot = site.bounds, site.attention, site.key
     if slot.kind.facts.grows or slot.block_table is not None:
@@ -35,7 +36,7 @@ def reach(site: Site) -> Any:
 
 
 def unbounded(site: Site) -> bool:
-    """Return whether a buffer's masks may show slots after the newest token in a way that positions of the call do not reveal."""
+    """Return whether the masks of a buffer's attention may show slots after the newest token, which the call's positions cannot tell."""
     slot = site.key
     if not slot.kind.facts.fixed or slot.block_table is not None or slot.sliding is not None:
         return False
@@ -57,7 +58,9 @@ def exceeds(site: Site) -> bool:
 
 
 def held(node: fx.Node) -> fx.Node:
-    """Return the tensor that a node is a view or an exact copy of: a bound on its values bounds the node's."""
+    """Return the tensor at the start of a chain of views and exact casts that ends in ``node``: bounds on its values
+    hold for ``node`` too.
+    """
     while op_name(node) in PULLBACKS.keys() | COPIES and is_tensor(node.args[0]) and holds(
         value_of(node.args[0]).dtype, value_of(node).dtype
     ):

@@ -3,12 +3,12 @@
 A token hidden before the softmax has a zero weight already, and ``kvcompile::attend`` gives zero weights to a query that sees no token. So
 a step may be left out if each of its conditions holds for every visible token:
 
-    softmax(x masked by seen) * seen                       the condition is ``seen``, which holds
-    where(any(seen, -1), softmax(x masked by seen), 0)     some token is seen wherever one is
+    softmax(x masked by seen) * seen                       the condition is ``seen``, which holds for every visible token
+    where(any(seen, -1), softmax(x masked by seen), 0)     a query with a visible token sees some token
     where(all(x == -inf, -1), 0, softmax(x))               the scores of visible tokens are not minus infinity
 
-A further condition on whole rows (queries of padding) becomes one more mask, which hides every token. A further condition on single tokens
-would leave weights whose sum is not one, which no attention has.
+Any other condition on whole rows (queries of padding) becomes one more mask, which hides every token. Any other condition on single tokens
+is refused: it would leave weights whose sum is not one.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ def without_effect(attention: Attention, effects: Effects) -> Attention:
             continue
         if "T" in term.roles or term.node in inside:
             raise Miss(
-                "weights are set to zero behind the softmax that the mask ahead of it lets through", term.node,
+                "weights are set to zero after the softmax that the mask before it leaves visible", term.node,
                 advice="mask the scores with the same mask, or divide by the sum of what is left",
             )
         if attention.log_sums is not None:
             raise Miss(
-                "weights of whole queries are set to zero behind the softmax, and the scores' log-sum is read beside it", term.node,
+                "weights of whole queries are set to zero after the softmax, and the scores' log-sum is read beside it", term.node,
                 advice="mask the scores of those queries instead",
             )
         rows.append(term)
@@ -69,7 +69,8 @@ def without_effect(attention: Attention, effects: Effects) -> Attention:
 
 
 def _excluding(term: MaskTerm, zeros: set[Expr]) -> MaskTerm:
-    """Return a mask that fills scores with a number like -1e9 as one that excludes them, if zeros after the softmax hide them too.
+    """Return a mask that fills scores with a finite number like -1e9 as one that fills with -inf, if weights after the softmax are zeroed
+    too.
 
     Other masks are returned unchanged. The zeros show that such tokens must be hidden; their part of the sum of weights is e^(-1e9 - the
     largest score), which is zero.
@@ -82,7 +83,7 @@ def _excluding(term: MaskTerm, zeros: set[Expr]) -> MaskTerm:
 
 
 def _bare(expr: Expr) -> Expr:
-    """Return an expression without the nodes that hold its value, except for loaded tensors: equal for equal values."""
+    """Return an expression without its ``origin`` nodes (except those of loads), so that equal values compare equal."""
     return replace(expr, args=tuple(_bare(item) for item in expr.args), origin=expr.origin if expr.op == "load" else None)
 
 
@@ -108,7 +109,7 @@ class _Asked:
         return self._tensor(*item.origin, wanted)
 
     def _tensor(self, node: fx.Node, coords: Coords, wanted: bool) -> bool:
-        """Return whether an element of a computed tensor is true, or not ``wanted`` false, for every visible token."""
+        """Return whether an element of a computed boolean tensor equals ``wanted`` for every visible token."""
         name = op_name(node)
         if name in {"any", "all"} or (name in {"sum", "amax"} and wanted and zero_or_one(node.args[0])):
             inside = _over_tokens(node, coords)
@@ -124,7 +125,7 @@ class _Asked:
         return False
 
     def _every(self, node: object, coords: Coords, wanted: bool) -> bool:
-        """Return whether a boolean tensor, or its opposite where not ``wanted``, holds for every visible token."""
+        """Return whether all elements of a boolean tensor at ``coords`` equal ``wanted`` for every visible token."""
         if not is_tensor(node):
             return False
         expr = read(node, coords)

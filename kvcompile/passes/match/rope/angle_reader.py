@@ -105,7 +105,9 @@ class Reader:
         return AngleStep("arange", (start, end, by, value_of(node).dtype)), [coords[:, 0]]
 
     def _integer(self, node: fx.Node, coords: Coords, rows: np.ndarray) -> Read:
-        """Return an integer value as the position; raises Miss where it depends on other tokens."""
+        """Return an integer value as the position that it equals; raises Miss if its value for a token depends on other tokens or on their
+        number.
+        """
         while (moved := step(node, coords)) is not None:
             node, coords = moved
             self._unwritten(node)
@@ -183,11 +185,10 @@ class Reader:
         return dim if along and (self.tokens > 1 or self.position is None or self.position[0] == SLICE) else None
 
     def _table(self, node: fx.Node, coords: Coords, dim: int, part: ComplexPart) -> Read:
-        """Return the constant that a table is made from, which the position indexes along ``dim`` of the table.
+        """Return the constant from which a table is made, with the dim of it that the position indexes (dim ``dim`` of the table).
 
-        Raises Miss where another dim follows the position, or rows are not fixed.
-
-        The dim of the constant that the position indexes is the one along which its coordinates move with ``dim``.
+        That dim of the constant is found as the one whose coordinates change along ``dim``. Raises Miss if several dims change with the
+        position, or if rows are not fixed.
         """
         casts: list[tuple[fx.Node, fx.Node]] = []
         here, there = coords.copy(), coords.copy()
@@ -219,7 +220,7 @@ class Reader:
     # --- operators -------------------------------------------------------------------------------
 
     def _joined(self, node: fx.Node, coords: Coords, rows: np.ndarray, part: ComplexPart) -> Read:
-        """Return the function that cat or stack joins; raises Miss unless all operands are the same function."""
+        """Return the function that all operands of cat or stack share; raises Miss if they are different functions."""
         parts = [(at, self.read(source, moved, rows[at], part)) for source, at, moved in join_parts(node, coords)]
         found, columns = parts[0][1]
         if any(other != found for _, (other, _) in parts):
@@ -286,7 +287,9 @@ class Reader:
 
 
 def _cast(found: Read, before: fx.Node | None, after: fx.Node) -> Read:
-    """Return a function cast to the dtype of ``after`` where ``before`` has another; a ``before`` of None is the position."""
+    """Return ``found``, the value of node ``before``, cast to the dtype of node ``after`` if that differs; ``before``
+    None: the position.
+    """
     dtype = value_of(after).dtype
     if before is None and not dtype.is_floating_point:
         return found

@@ -125,7 +125,7 @@ class _Maker:
         return self.call(getattr(getattr(aten, name), overload), *values)
 
     def _constant(self, found: AngleStep) -> Any:
-        """Return a constant's channels, or those of its rows at the position."""
+        """Return a constant's channels or, for a look-up, the channels of its rows at the position."""
         args = list(found.args)
         moving = args.pop(0) if found.op == "lookup" else None
         index, fixed, along, part, *span = args

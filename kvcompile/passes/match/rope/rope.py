@@ -65,7 +65,7 @@ class _Product:
 
 
 class _Expansion:
-    """An expansion of samples of a value into sums of products of two factors."""
+    """Expands a few elements of a node's value, chosen as samples, into sums of products of two factors."""
 
     def __init__(self, effects: Effects) -> None:
         self.effects = effects
@@ -98,7 +98,7 @@ class _Expansion:
         return None if moved is None else [_Piece(*moved, rows, part, sign)]
 
     def products(self, piece: _Piece) -> Iterator[_Product]:
-        """Yield the terms of a piece."""
+        """Yield the terms whose sum a piece is, each a ``_Product`` with its samples."""
         further = self.forward(piece)
         if further is not None:
             for item in further:
@@ -136,9 +136,10 @@ class _Expansion:
         return _Piece(source, broadcast(source, piece.coords), piece.rows, piece.part, sign)
 
     def origin(self, piece: _Piece, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return (base, element of it, sign) of every sample, [count] each; base is -1 where the piece lacks the sample.
+        """Return (base, element of the base, sign) for each of ``count`` samples, [count] each: the element from which a piece's sample was
+        moved.
 
-        ``base`` is an index into ``bases``, the values at which pieces end upstream.
+        ``base`` is an index into ``bases``, the values at which pieces end upstream; it is -1 for samples that the piece does not have.
         """
         base = np.full(count, -1)
         element, sign = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
@@ -213,7 +214,7 @@ def recognise(slot: Slot, effects: Effects) -> KeyRope:
     tried: list[Miss] = []
     for base in _common_bases(expansion, pairs, outer, width):
         if (plain != base).any():
-            tried.append(Miss("channels beside the rotated ones come from another value", slot.write.node))
+            tried.append(Miss("the channels that are not rotated come from another value", slot.write.node))
             continue
         factors = _factors(expansion, base, pairs, outer, width)
         try:
@@ -239,13 +240,16 @@ def _width(pairs: list[list[tuple[_Product, int]]], outer: int, slot: Slot) -> i
 
 
 def _traced(expansion: _Expansion, pairs: list[list[tuple[_Product, int]]]) -> dict[int, list[tuple[np.ndarray, ...]]]:
-    """Return the origins of both factors of every term, by the term's ``id``."""
+    """Return {``id`` of each product: ``_Expansion.origin`` of its two factors, in order}."""
     terms = {id(term): term for found in pairs for term, _ in found}
     return {key: [expansion.origin(piece, len(pairs)) for piece in term.factors] for key, term in terms.items()}
 
 
 def _common_bases(expansion: _Expansion, pairs: list[list[tuple[_Product, int]]], outer: int, width: int) -> list[int]:
-    """Return the indices of bases in both terms of every rotated sample: the keys, or the angles where one value holds both tables."""
+    """Return the indices of the values that are a factor in both terms of every rotated sample.
+
+    They are the keys before the rotation, or the angles if one value holds both cosines and sines.
+    """
     traced = _traced(expansion, pairs)
     common: set[int] | None = None
     for row, found in enumerate(pairs):
@@ -274,7 +278,7 @@ def _factors(expansion: _Expansion, base: int, pairs: list[list[tuple[_Product, 
 
 
 def _rotation(factors: _Factors, token: np.ndarray, outer: int, width: int, slot: Slot, effects: Effects) -> KeyRope:
-    """Return the rotation that these factors are; raises Miss where channels are paired in another way."""
+    """Return the rotation that consists of these factors; raises Miss if they pair channels in a way that is no known rotation."""
     for interleaved in (False, True):
         for direction in (1, -1):
             first = _cosines(factors, width, interleaved, direction)

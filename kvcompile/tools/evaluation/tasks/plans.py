@@ -58,7 +58,7 @@ def _distinct(rng: random.Random, count: int, make: Callable[[random.Random], by
 
 
 def _keys(rng: random.Random, count: int) -> list[bytes]:
-    """Return at least ``count`` keys of two words; several share a half, so that no half alone identifies a line."""
+    """Return at least ``count`` keys of two words; several keys share a word, so that no single word identifies a line."""
     side = ceil(sqrt(count)) if count > 1 else 1
     first, second = _distinct(rng, side, word), _distinct(rng, side, word)
     pairs = [a + b"-" + b for a in first for b in second]
@@ -142,7 +142,7 @@ def counting_plan(rng: random.Random, words: int = 3, most: int = 8, questions: 
 
 
 def _listed(marker: bytes, items: list[bytes]) -> tuple[bytes, ...]:
-    """Return lines that list a few words each."""
+    """Return lines that list ``items``, a few words on each line after ``marker``."""
     rows = (items[at : at + WORDS_A_LINE] for at in range(0, len(items), WORDS_A_LINE))
     return tuple(b"# %s: %s" % (marker, b", ".join(row)) for row in rows)
 

@@ -59,7 +59,7 @@ class BytesWriting:
         return b"".join(pieces)
 
     def place(self, raw: bytes, offset: int) -> int:
-        """Return the index of the next line break within ``SNAP``, or the offset if there is none."""
+        """Return the index of the first line break among the ``SNAP`` bytes from ``offset`` on; ``offset`` if there is none."""
         end = raw.find(b"\n", offset, offset + SNAP)
         return offset if end < 0 else end
 

@@ -109,7 +109,7 @@ def _listed(answer: bytes) -> tuple[bytes, ...]:
     return tuple(answer.strip().split(b", "))
 
 
-def _telemetry(answer: bytes) -> tuple[bytes, ...]:
+def _stated(answer: bytes) -> tuple[bytes, ...]:
     return tuple(item.rpartition(b" is ")[2] for item in _listed(answer))
 
 
@@ -123,7 +123,7 @@ TASKS: dict[str, Task] = {
     "variable": Task(_variable, _chained),
     "counts": Task(_counts, _whole),
     "multivalue": Task(_multivalue, _listed),
-    "multiquery": Task(_multiquery, _telemetry),
+    "multiquery": Task(_multiquery, _stated),
     "common": Task(_common, _listed, ordered=False),
     "frequent": Task(_frequent, _listed, ordered=False),
 }
