@@ -45,7 +45,7 @@ class RecordSource:
         return detail_of(self.records, index)
 
     def telemetry_text(self) -> str:
-        """Return "": nothing is alive."""
+        """Return "": telemetry is that of live caches, and records hold none."""
         return ""
 
 
@@ -83,7 +83,10 @@ def _printed(record: GraphRecord) -> dict[Variant, fx.GraphModule]:
 
 
 def _before(captured: Captured, site: Site) -> Listing:
-    """Return the nodes of the captured graph from a site's caches and writes to its result."""
+    """Return the nodes of the captured graph from a site's caches and writes to its result.
+
+    If these are more than ``LONGEST``, only the caches, the writes, the attention's own nodes and the operands and masks of these.
+    """
     attention = site.attention
     caches = {slot.root for slot in site.slots} | {slot.placeholder for slot in site.slots if slot.placeholder is not None}
     writes = {slot.write.node for slot in site.slots}
@@ -131,7 +134,7 @@ def _became(graph: fx.Graph, ours: Sequence[fx.Node], site: Site, count: int) ->
 
 
 def _refused(captured: Captured, refusal: Refusal) -> Listing:
-    """Return the nodes of the captured graph that came from a refused attention's module; all with softmax or attention if unknown."""
+    """Return the captured nodes of a refused attention's module; if that is unknown, all nodes with softmax or attention in their name."""
     nodes = [node for node in captured.graph.nodes if refusal.path and module_path(node) == refusal.path]
     shown = nodes or [node for node in captured.graph.nodes if "attention" in _name(node) or "softmax" in _name(node)]
     evidence = {node for node in shown if (node.format_node() or node.name) in refusal.evidence}

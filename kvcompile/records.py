@@ -18,7 +18,7 @@ Value = TypeVar("Value")
 
 
 class Newest(OrderedDict[str, Value]):
-    """A dict that keeps its newest ``KEPT`` entries and drops older ones."""
+    """A dict of at most ``KEPT`` entries: a new key drops the oldest one. Setting a known key again does not make it newer."""
 
     def __setitem__(self, key: str, value: Value) -> None:
         super().__setitem__(key, value)

@@ -1,1 +1,1 @@
-"""Extensions: schemes of research, each a folder with its scheme, kernels and trainer; the core finds them by name (``schemes``)."""
+"""Extensions: schemes from papers, each in a folder with all its own code; the core finds them by name (``schemes.registry``)."""

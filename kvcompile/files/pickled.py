@@ -53,7 +53,7 @@ alias."""
 
 
 class _Resolved(type):
-    """Metaclass of stand-ins: calling a stand-in calls the real class."""
+    """Metaclass of the stand-ins for classes in pickles: calling a stand-in imports the class that it stands for, and calls that."""
 
     place: tuple[str, str]
 
@@ -69,7 +69,7 @@ class _Resolved(type):
 
 
 def _stand_in(module: str, name: str) -> type:
-    """Return a class for a class name in pickles; unpickling it imports the real class and makes an object of that."""
+    """Return a stand-in for class ``name`` of ``module``; an unpickler that calls it imports the real class and makes an object of that."""
 
     def make(cls: Any, *args: Any) -> Any:
         real = cls.real()

@@ -163,7 +163,7 @@ def graph_report(index: int, plan: Plan, uncached: int, tokens: int | None = Non
 
 
 def alike(sites: tuple[SiteReport, ...]) -> list[list[SiteReport]]:
-    """Return sites in groups that differ in the module path, and the source line, only."""
+    """Return the sites in groups of equal idiom, write, cache, mask, heads, scheme and bytes, such as the same attention in each layer."""
     groups: dict[tuple[object, ...], list[SiteReport]] = {}
     for site in sites:
         key = (site.idiom, site.write, site.cache, site.mask, site.heads, site.scheme, site.bytes_before, site.bytes_after)

@@ -97,7 +97,7 @@ def rounded_down(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _before(x: torch.Tensor) -> torch.Tensor:
-    """Return the next smaller number of a 16-bit float dtype."""
+    """Return for each element of ``x``, of a 16-bit float dtype, the next smaller number of that dtype."""
     raw = x.view(torch.int16)
     # Read as an integer, a positive float grows with its bits and a negative one falls; below both zeros is the smallest negative
     # subnormal.

@@ -56,7 +56,7 @@ class Prompt:
 
 
 UNTOLD = Prompt()
-"""A call that shows its queries alone."""
+"""The further inputs of ``calibrate`` for a call that gives queries alone: none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Scheme(abc.ABC):
     kernel_encoding: ClassVar[bool] = False
     """Whether kernels may encode by ``absmax`` or ``minmax``. Not inherited: each class sets it for its own encoding."""
     in_order: ClassVar[bool] = False
-    """Whether its stores take tokens in order only, as those with a window do: tokens after the last one are forgotten."""
+    """Whether its stores take tokens in order only, as those with a window do: a write forgets all later tokens."""
     devices: ClassVar[tuple[str, ...] | None] = None
     """The device types that its attention runs on; None for all."""
     exact: ClassVar[bool] = False
@@ -141,8 +141,8 @@ class Scheme(abc.ABC):
         """
 
     def spoiled(self, heads: int, head_dim: int, device: torch.device | None = None) -> Planes:
-        """Return codes that decode to NaN, [1, K, 1, width] per plane: those of a token that does not exist, such as one at an index out of
-        range.
+        """Return codes and scales that decode to NaN, [1, K, 1, width] per plane, for a token that does not exist, such as one at an index
+        out of range. Only for schemes that encode each token by itself (``block`` 1).
         """
         return self.encode(torch.full((1, heads, 1, head_dim), float("nan"), device=device))
 
@@ -182,8 +182,8 @@ class Scheme(abc.ABC):
 
     @classmethod
     def named(cls) -> dict[str, dict[str, object]]:
-        """Return the settings that the scheme's source gives names to, as {name: options}; each name begins with the scheme's name and a
-        hyphen.
+        """Return the scheme's settings that have names, such as those of its paper's tables, as {name: options}; each name begins with the
+        scheme's name and a hyphen.
         """
         return {}
 

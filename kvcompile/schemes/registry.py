@@ -165,12 +165,15 @@ def loaded() -> tuple[type[Scheme], ...]:
 
 
 def settings() -> Mapping[str, tuple[str, dict[str, object]]]:
-    """Return the settings of all schemes that their sources give names to, as {name: (scheme's name, options)}."""
+    """Return the named settings of all schemes (``Scheme.named``), as {name: (scheme's name, options)}; imports all schemes."""
     return {name: (kind.name, options) for kind in registered() for name, options in kind.named().items()}
 
 
 def _setting(name: str) -> tuple[str, dict[str, object]] | None:
-    """Return the scheme's name and the options of a named setting, or None; imports only schemes whose name it begins with."""
+    """Return (scheme's name, options) of the setting called ``name`` (``Scheme.named``); None if no scheme has one of this name.
+
+    A scheme is imported only if ``name`` begins with the scheme's name and a hyphen.
+    """
     for known in BY_NAME:
         if name.startswith(f"{known}-") and (options := BY_NAME[known].named().get(name)) is not None:
             return known, options

@@ -50,7 +50,7 @@ def order_of(head_dim: int, order: int, scheme: str) -> int:
 
 
 def signs(order: int, device: torch.device | None = None) -> torch.Tensor:
-    """Return Sylvester's Hadamard matrix of a power of two up to 256, float32 of 1 and -1.
+    """Return Sylvester's Hadamard matrix [order, order], float32, not normalised: entries 1 and -1. ``order``: a power of two up to 256.
 
     Computed rather than stored, so that a compiled graph has no constant.
     """
@@ -70,11 +70,13 @@ def rotation_matrix(head_dim: int, order: int, plane: torch.Tensor) -> torch.Ten
 
 
 def rotate(x: torch.Tensor, order: int, plane: torch.Tensor | None) -> torch.Tensor:
-    """Return x [B, heads, S, D] with rotated channels, in its dtype.
+    """Return x R for x [B, heads, S, D], in x's dtype; R is the rotation of the channels (see the module).
 
-    ``plane``: [1 or B, K, D, D], added to the Hadamard matrix, where K divides the heads; None: the Hadamard matrix alone.
+    ``order``: channels of a Hadamard block. ``plane``: [1 or B, K, D, D], added to the Hadamard matrix of each kv head, where K divides the
+    heads; None: the Hadamard matrix alone.
 
-    One token is a sum of products, which a compiler fuses with its neighbours; more tokens are a matrix product.
+    For one token the product is computed as a sum of elementwise products, which a compiler fuses with its neighbours; for more tokens as a
+    matrix product.
     """
     return _rotated(x, order, plane, inverse=False)
 

@@ -105,7 +105,7 @@ class Problem:
         return planes[: scheme.format(SlotSpec(self.kv_heads, width, self.dtype, role)).planes]
 
     def mask(self, hi: torch.Tensor | None = None, **operands: Any) -> torch.Tensor:
-        """Return the same limits as one bool tensor [B or 1, H or 1, S, T]."""
+        """Return the tokens that ``attend`` lets each query see, bool [B or 1, H or 1, S, T], for the operands of ``arguments``."""
         t = torch.arange(self.tokens, device="cpu")
         mask = t <= (self.hi if hi is None else hi)[:, None, :, None]
         if operands.get("lo") is not None:
@@ -120,7 +120,7 @@ class Problem:
         return mask
 
     def wanted(self, **operands: Any) -> torch.Tensor:
-        """Return the reference's result for these operands, float64."""
+        """Return the result of ``reference``, float64, for the operands that ``arguments`` takes."""
         bias = operands.get("bias")
         return reference(
             self.q, self.k, self.v, self.mask(**operands), bias=None if bias is None or bias.dtype == torch.bool else bias,

@@ -25,7 +25,7 @@ from kvcompile.validation.subgraph import NotApart, Number, Subgraph
 SMALL = 48
 """The largest size that keeps its captured value."""
 MOST_ELEMENTS = 1 << 22
-"""The most elements that a program's largest value may have for the program to be tried."""
+"""The most elements that a program's largest tensor may have for the program to be tried."""
 LONG = 64
 """The least length in tokens that is made smaller where a program is too large."""
 LEAST_SIZE = 4
@@ -64,7 +64,7 @@ def allowed(part: Subgraph, values: Values) -> bool:
 
 
 def hints(part: Subgraph) -> Values:
-    """Return the values that all symbols had in the capture."""
+    """Return the value that each symbol of the program had in the capture; ``UNBACKED`` for a symbol that had none."""
     env = part.captured.fake_mode.shape_env
     found = {symbol: value_in_capture(env, symbol) for symbol in symbols(part)}
     return {symbol: UNBACKED if value is None else value for symbol, value in found.items()}
@@ -166,7 +166,7 @@ def _small(part: Subgraph, values: Values, base: Values) -> bool:
 
 
 def named(part: Subgraph, symbol: Any) -> str:
-    """Return a symbol's name in messages: the argument that it is, or the argument's size that it is (``x.shape[0]``)."""
+    """Return a symbol's name in messages: the argument or the argument's size (``x.shape[0]``) that it is; else the symbol as text."""
     for entry, fake in zip(part.captured.inputs, part.captured.fakes, strict=True):
         if isinstance(fake, torch.SymInt) and fake.node.expr == symbol:
             return entry.source
@@ -177,7 +177,7 @@ def named(part: Subgraph, symbol: Any) -> str:
 
 
 def elements(part: Subgraph, values: Values) -> int:
-    """Return the number of elements of the program's largest value."""
+    """Return the number of elements of the program's largest tensor, for symbols of these values; a size with other symbols counts as 1."""
     shapes = [value_of(node).shape for node in part.captured.graph.nodes if isinstance(value_of(node), torch.Tensor)]
     return max(math.prod(read(size, values) if _known(size, values) else 1 for size in shape) for shape in shapes)
 

@@ -32,7 +32,10 @@ REACH = 8
 
 
 def save_tables(scheme: Beyond, path: str | Path, extra: Mapping[str, str] | None = None) -> None:
-    """Write a trained scheme's tables, without its window; ``extra``: more metadata. The file appears whole or not at all."""
+    """Write a trained scheme's tables to the file ``path``; the option ``window`` is not saved. ``extra``: more metadata.
+
+    The file appears whole or not at all. Raises BadTables for a scheme without the tables of a model.
+    """
     if not isinstance(scheme.tables, ModelTables):
         raise BadTables(expected="a scheme with the tables of a model", found=scheme.spec(), todo="pass what kvcompile.learn returned")
     tensors = {

@@ -352,7 +352,11 @@ class DeviceStep:
         return self.own_share + -(-self.new_v.shape[2] // (BLOCK * self.own_programs))
 
     def chains(self) -> dict[str, float | int]:
-        """Return the constants of the rounding of values; FLOOR: the error of decoding below float16's least normal number."""
+        """Return the constants by which kernels bound rounding errors of weighted values, by name.
+
+        CHAIN: roundings between a product and the output. T: tokens that tensor cores sum in one chain. CODES: whether values are stored as
+        codes. FLOOR: what decoding below float16's least normal number adds to the norm of a value.
+        """
         floor = 0.0 if self.full else math.sqrt(self.value_dim) * bounds.HALF_TINY * 2.0**12
         return dict(CHAIN=head_bounds.CHAIN, T=self.turn, FLOOR=floor, CODES=not self.full)
 

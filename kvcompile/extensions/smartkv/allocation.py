@@ -106,7 +106,10 @@ MEANS: dict[str, Means] = {}
 
 
 def utility(importance_RT: torch.Tensor, level_RT: torch.Tensor, levels: Ladder, preference: LevelPreference) -> torch.Tensor:
-    """Return each row's sum of importance * U(b) over keys and values, float64 [R]: the quantity that an allocation maximises."""
+    """Return the utility of each row's levels, float64 [R], which an allocation maximises: the sum of importance * U(level) over tokens.
+
+    U of a level is the ``preference``-weighted sum of its key's and its value's bits, each to the power ``alpha``; 0 for absent tokens.
+    """
     value = importance_RT.to(torch.float64).nan_to_num(0.0).clamp(min=preference.floor)
     worth = [
         preference.keys * k**preference.alpha + preference.values * v**preference.alpha for k,
@@ -135,10 +138,10 @@ def spendable(budget: float, tokens: int, steps: int, cost: Cost, widths: KeyVal
 
 
 def binding_from(budget: float, protected: int, steps: int, cost: Cost, widths: KeyValueWidths) -> int | None:
-    """Return the least number of tokens for which ``budget`` can be met; None if it can be met for no number.
+    """Return the least number of tokens from which on ``budget`` can be met at every step; 0 if it always can, None if it never can.
 
-    With fewer tokens it cannot: ``protected`` tokens have the largest widths, and so have up to ``steps`` that came since the last
-    allocation.
+    That is when the row fits just before an allocation, with the least widths for all tokens but the ``protected`` ones and those of the
+    ``steps`` since the last allocation, which have the largest.
     """
     entering, least = cost.token(widths.keys[-1], widths.values[-1]), cost.token(widths.keys[0], widths.values[0])
     allowed = budget * cost.dense

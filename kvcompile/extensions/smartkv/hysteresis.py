@@ -1,10 +1,10 @@
-"""Hysteresis: a token's width may change only after its rank has moved, and stayed moved (section 5.1).
+"""Hysteresis: a token's width may change only after its rank has moved and stayed away for some allocations (SmartKV, section 5.1).
 
 A token's rank is the share of tokens that are less important. A token is free to change after ``checks`` consecutive allocations at which
-its rank was at least ``moved`` away from the rank of its last decision. In the source a token is free only under that rule, so the first
-allocation never happens: a token that is always first stays at the least width. Here a token without a decision is free as well, and all
-tokens are free if keeping the other tokens' widths exceeds the budget or costs more than a set share of the reachable utility. Otherwise
-new tokens would take all bytes that a growing cache may spend, whatever their importance.
+its rank was at least ``moved`` away from the rank of its last decision. In the paper a token is free only under that rule, so the first
+allocation never happens: even a token that is the most important one throughout stays at the least width. Here a token without a decision
+is free as well, and all tokens are free if keeping the widths of those that are not exceeds the budget or costs more than a set share of
+the reachable utility. Otherwise new tokens would take all bytes that a growing cache may spend, whatever their importance.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ MOST_AWAY = 6
 class Decided:
     """Each token's rank when its width was last decided, float32 [R, T], NaN if never (``rank``).
 
-    ``away``: int8 [R, T], the number of consecutive checks since then at which the token's rank differed from that rank.
+    ``away``: int8 [R, T], the number of latest consecutive checks at which the token's rank was ``Hysteresis.moved`` or more away from that
+    rank, at most MOST_AWAY.
     """
 
     rank: torch.Tensor
@@ -38,7 +39,7 @@ class Decided:
         return Decided(rank, torch.zeros(rows, tokens, dtype=torch.int8, device=device))
 
     def grown(self, tokens: int) -> Decided:
-        """Return the state with undecided tokens appended, up to ``tokens``."""
+        """Return the state of ``tokens`` tokens: this one with undecided tokens appended."""
         more = Decided.nothing(self.rank.shape[0], tokens - self.rank.shape[1], self.rank.device)
         return Decided(torch.cat([self.rank, more.rank], dim=1), torch.cat([self.away, more.away], dim=1))
 

@@ -27,7 +27,7 @@ LEAST_IMPORTANCE = 1e-30
 
 
 class Measure(enum.Enum):
-    """The measure of a head: larger if the head concentrates its attention on few tokens."""
+    """The ways to reduce one head's softmax weights to a number that says how much it distinguishes tokens; see ``head_measure``."""
 
     PEAK = "peak"
     ENTROPY = "entropy"

@@ -95,16 +95,21 @@ def _needed(scheme: Rules, slot: SlotSpec, count: int) -> int:
 
 
 def spendable(scheme: Rules, slot: SlotSpec, rows: int, count: int, layer: int, last: int) -> int:
-    """Return the bytes that a row's settled tokens may take, leaving room for the planes' slack; see ``settled_bytes``."""
+    """Return the bytes that the settled tokens of one of ``rows`` batch rows may take so that the budget holds for ``last`` more steps.
+
+    It is a row's share of ``settled_bytes`` of layer number ``layer`` with ``count`` tokens, less what rounding to rows of the pool and the
+    slack of new planes (``SLACK``) may add; at least 0.
+    """
     rounding = (buckets.ROW - 1) * 2 * len(scheme.levels) * rows
     return max(0, int((settled_bytes(scheme, slot, rows, count, layer, last) - rounding) / (1 + 1 / SLACK) / rows))
 
 
 def settled_bytes(scheme: Rules, slot: SlotSpec, rows: int, count: int, layer: int, last: int) -> int:
-    """Return the bytes that a layer's planes of settled tokens may take so that the budget holds now and in each of the next ``last``
-    steps.
+    """Return the bytes that a layer's planes of settled tokens, of all rows, may take so that the budget holds now and in each of the next
+    ``last`` steps; negative if other planes exceed it.
 
-    In those steps new tokens take whole pages, and all planes that are indexed by position grow with them.
+    ``count``: tokens of a row now; ``layer``: the layer's number. In those steps new tokens take whole pages, and all planes that are
+    indexed by position grow with them.
     """
     cost = scheme.cost(slot)
     share = min(scheme.layer_share(tokens, slot, layer) for tokens in (count, count + last))

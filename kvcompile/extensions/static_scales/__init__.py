@@ -1,3 +1,1 @@
-"""Static scales: eight-bit codes whose scales were measured beforehand: of each layer, for keys and for values, per
-tensor or per kv head.
-"""
+"""Static scales: eight-bit codes with scales measured before inference, for each layer's keys and values, per tensor or per kv head."""

@@ -1,14 +1,14 @@
-"""Appends in a compiled graph: traced bodies or, on CUDA, kernels, keys and values in one launch if possible.
+"""Appends in a graph compiled for CUDA: each runs by a kernel of ours if one supports it, else by its eager body, traced into the graph.
 
-``append``         ``rows``, one token or many: the body is some forty nodes a slot, half of a decode step's nodes in a layer, and
-                   becomes four kernels, in place of one launch for keys and values. If the scheme encodes by a constant plane,
-                   thresholds or scales, its own kernel (``Scheme.append_kernel``), one launch a slot.
-``append_window``  one token: ``window_token`` or the kernel of the scheme's own plugin; more: ``window_blocks``, or else the operation
-                   is left in the graph.
+``append``         The kernel of ``rows``, for one token or many: one launch for keys and values together. The traced body has some forty
+                   nodes a slot, half of a layer's nodes in a decode step, and becomes four kernels. A scheme that encodes by a constant
+                   plane, thresholds or scales, has a kernel of its own (``Scheme.append_kernel``): one launch a slot.
+``append_window``  One token: ``window_token``, or the kernel of the scheme's own plugin. Many tokens: ``window_blocks``; if that does not
+                   support them, the operation stays in the graph and runs its eager body, untraced.
 
-Other appends are traced by their bodies, except many tokens into a window: encoding with calibrated planes is hundreds of nodes a layer,
-with which a model of 32 layers compiled for more than five minutes, and a prefill runs once.
-``pair`` makes one call of two appends if no node between them can observe the difference.
+Many tokens are not traced into a window since encoding with calibrated planes is hundreds of nodes a layer: a model of 32 layers compiled
+for more than five minutes, and a prefill runs once.
+``pair`` merges an append of keys and one of values into one call if no node between them can observe the difference.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _windows(calls: list[tuple[Any, ...]]) -> list[tuple[torch.Tensor, torch.Ten
 
 
 def _window_kernels(slots: list[Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the results of ``append_window`` of one slot or two, by kernels."""
+    """Run ``append_window`` by kernels for one slot or two; return its results for each: (newest tokens, origins in force)."""
     # The origins are read from the clock before the kernels update it.
     used = [slot.used for slot in slots]
     operands = [

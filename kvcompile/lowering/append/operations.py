@@ -35,7 +35,7 @@ LIBRARY.define(f"append_window_kernel_pair({WINDOW.format('', 'a')}, {WINDOW.for
 
 
 def _slots(operands: tuple[Any, ...], count: int) -> list[tuple[Any, ...]]:
-    """Split ``operands`` into those of each slot."""
+    """Return ``operands``, those of one slot after another, as one tuple of ``count`` operands for each slot."""
     return [operands[at : at + count] for at in range(0, len(operands), count)]
 
 

@@ -266,7 +266,7 @@ APPEND_TOKEN = slot_kernels(_append_token)
 
 
 class WindowSlot(NamedTuple):
-    """The operands of ``append_window``, with the arguments of its kernels."""
+    """The operands of ``append_window`` for one slot; its members give the planes by name, and the kernels' arguments and constants."""
 
     x: torch.Tensor
     planes: list[torch.Tensor]
@@ -338,7 +338,10 @@ class WindowSlot(NamedTuple):
         return self.x.new_empty(*self.x.shape[:2], self.window.shape[3] + self.x.shape[2], self.x.shape[3])
 
     def operands(self, exact_newest: torch.Tensor) -> tuple[object, ...]:
-        """Return the kernels' arguments, in order: whole planes, no views."""
+        """Return the kernels' arguments but the constants, in order: tensors, among them whole planes, no views; the pages; strides.
+
+        ``exact_newest``: the tensor that the kernels fill.
+        """
         codes, scales, zeros = self.coded
         origin = self.pos if self.origin is None else self.origin
         own, *own_strides = self.own

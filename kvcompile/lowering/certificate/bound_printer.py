@@ -45,7 +45,7 @@ class UnprintableBound(CompileError):
 
 
 def relative_error(expression: sympy.Expr, unit: float) -> float:
-    """Bound the relative error of ``expression`` evaluated with unit roundoff ``unit``.
+    """Return a bound on the relative error of ``expression``, evaluated with unit roundoff ``unit``.
 
     Raises UnprintableBound where the error is not known.
     """
@@ -159,14 +159,15 @@ def slack(bound: Bound) -> float:
 
 
 def aten_source(bound: Bound) -> str:
-    """Return a Python expression over torch that evaluates a bound, moved outwards."""
+    """Return a Python expression over torch that evaluates a bound, moved outwards by its rounding error. Raises UnprintableBound."""
     return _outward(bound, _Aten(), "abs")
 
 
 def triton_source(bound: Bound) -> str:
-    """Return the source of a Triton function that computes a bound from the bound's arguments, in order, and returns it moved outwards.
+    """Return the source of a Triton function that takes the bound's arguments, in order, and returns the bound moved by its rounding error.
 
-    Tensor arguments have the dtype ``dtype_of(bound)``; others are numbers. Raises UnprintableBound.
+    The arguments are float64 blocks or numbers. Raises UnprintableBound for a bound that is evaluated in float32 (``dtype_of``), and for an
+    operation with an unknown rounding error.
     """
     if dtype_of(bound) is not torch.float64:
         raise UnprintableBound(found=f"{bound.name} in float32, which kernels take as constants")

@@ -54,7 +54,7 @@ def gaps(peak: torch.Tensor, top: torch.Tensor, live: torch.Tensor) -> torch.Ten
 
 
 def by_queries(x: torch.Tensor, heads: Sequence[int], queries: int) -> torch.Tensor:
-    """Reshape [B, 1 or H, 1 or S, T] to [B, 1 or K, Q, T]; ``heads``: (K, G), ``queries``: S."""
+    """Return x [B, 1 or H, 1 or S, T] grouped by kv head, [B, 1 or K, Q, T] with Q = G * S; ``heads``: (K, G), ``queries``: S."""
     K, G = heads
     x = x.expand(-1, -1, queries, -1)
     if x.shape[1] == 1:

@@ -143,9 +143,10 @@ def _assembly(body: str, operands: list[str], dtype: str) -> str:
 
 
 def field_of_pairs(bits: int, low: int, centered: bool) -> str:
-    """Return PTX for the field at bit ``low`` of two 16-bit words as float16, times 2^(low - 24); 8-bit fields are two's complement.
+    """Return PTX that reads two 16-bit words from $1 and writes to $0 the field of ``bits`` bits at bit ``low`` of each, as float16.
 
-    ``centered``: subtract half of the field's range.
+    The result is the field times 2^(low - 24); a field of 8 bits is two's complement, raised by 128. ``centered``: half of the field's
+    range is subtracted first.
     """
     flip = 0x80 if bits == 8 else 0
     trick = BitTrick(0, ((0, ((1 << bits) - 1) << low),), flip, 1 << (bits - 1), 24 - low)

@@ -39,7 +39,7 @@ def declared(name: str, size: int) -> str:
 
 
 def filled() -> str:
-    """Return a barrier: all threads of the program wait until the tables are stored."""
+    """Return a statement that is a barrier: all threads of the program wait there until the tables are stored."""
     return statement("bar.sync 0;")
 
 
@@ -65,7 +65,7 @@ def _bytes(index: str, itemsize: int) -> str:
 
 
 def plane_bytes(bits: int) -> int:
-    """Return the size in bytes of a table of 2^bits levels, stored as a plane of high bytes and a plane of low bytes."""
+    """Return the bytes of both planes of a table of 2^bits levels: one plane holds the levels' high bytes, the other their low bytes."""
     return PLANES << bits
 
 

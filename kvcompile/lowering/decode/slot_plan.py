@@ -406,7 +406,7 @@ def _picked(fmt: KernelFormat, dim: int) -> TemplateSlot:
 
 
 def _elements(fmt: KernelFormat, role: Role, dim: int, query: torch.dtype) -> TemplateSlot:
-    """Return the plan for any format: words of one code's dtype, printed expressions, no tricks."""
+    """Return the ELEMENTS plan, which every format has: words loaded as stored, not in pairs, and unpacked by the printed ``unpack``."""
     words = dim // fmt.parts
     chunks = _chunks(_edges(fmt, words) if fmt.group >= MIN_CHUNK else [words])
     pieces = tuple(

@@ -59,7 +59,7 @@ class OperandSpec:
     dtype: torch.dtype
 
     def tensor(self) -> torch.Tensor:
-        """Return a meta tensor of this form."""
+        """Return a meta tensor of this size, stride and dtype."""
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
 
 

@@ -24,15 +24,16 @@ LOG2E = gl.constexpr(1.4426950408889634)
 
 @gluon.jit
 def let_next_begin():
-    """Allow the next launch on the stream, if it was launched to overlap with this one, to start once all programs of this one have
-    started.
+    """Let the stream's next launch, if made with programmatic dependent launch, start once all programs of this one called this or ended.
+
+    Called early in a kernel; the next launch then waits by ``wait_for_last`` before it reads what this one writes.
     """
     gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def wait_for_last():
-    """Wait until all writes of the previous launch are visible."""
+    """Wait until the launch that this one may overlap has ended and all its writes are visible."""
     gl.inline_asm_elementwise("griddepcontrol.wait; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 

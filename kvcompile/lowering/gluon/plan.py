@@ -272,8 +272,8 @@ def _spans(powers: list[int]) -> list[int]:
 
 
 def _fields(word: str, first: int, tricks: list[BitTrick]) -> list[str]:
-    """Return PTX that extracts every code of the pair of 16-bit words in ``word``, into the outputs from number ``first`` on, by byte and
-    part.
+    """Return PTX that extracts a pair of float16 by each of ``tricks``, one from each of the two 16-bit words in register ``word``; output
+    registers are numbered from ``first`` on.
     """
     lines, source, moved = [], word, 0
     for at, trick in enumerate(tricks):
@@ -285,12 +285,12 @@ def _fields(word: str, first: int, tricks: list[BitTrick]) -> list[str]:
 
 
 def _key_assembly(parts: int, tricks: list[BitTrick]) -> str:
-    """Return PTX that unpacks two neighbouring 16-bit words of a row to pairs of float16, one pair for every byte and part."""
+    """Return PTX that unpacks a register, two 16-bit words of a key's row, to a float16 pair, one of each word, for each (byte, part)."""
     return " ".join(["{ .reg .b32 s, u;", *_fields(f"${2 * parts}", 0, tricks), "}"])
 
 
 def _value_assembly(parts: int, word: int, tricks: list[BitTrick]) -> str:
-    """Return PTX that unpacks one word of each of two tokens to pairs of float16, one of each token, for every byte and part."""
+    """Return PTX that unpacks ``word`` (2 or 4) bytes of each of two tokens to a float16 pair, one of each token, for each (byte, part)."""
     count = word * parts
     if word == 2:
         # A register holds the 16-bit words of both tokens.

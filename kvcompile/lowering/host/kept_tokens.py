@@ -12,9 +12,10 @@ from kvcompile.lowering.host.inductor_api import V, ceildiv, ir, virtual_ops
 
 
 def kept_tokens(keep: Any, run: int) -> Any:
-    """Return the counts of a mask, bool [B, T] -> int32 [B, ceil(T / run)], as one buffer for all layers that have the mask.
+    """Return the number of tokens that ``keep``, a mask bool [B, T], keeps in each run of ``run``: a buffer int32 [B, ceil(T / run)].
 
-    A mask that the graph mutates is recounted at every use: its buffer name stands for two contents.
+    All layers with the same mask share one buffer. A mask that the graph mutates is recounted at every use: its buffer name stands for two
+    contents.
     """
     node = realize(keep)
     known: dict[tuple[str, str, int], Any] = V.graph.__dict__.setdefault("_kvcompile_kept_tokens", {})

@@ -26,7 +26,7 @@ class NotRecorded(CompileError):
 
 
 class Launcher(Protocol):
-    """Interface of launchers: start kernels and, between them, operators that write into their operands."""
+    """Interface of launchers: they start a function's Triton kernels and, between these, operators that only write into their operands."""
 
     @property
     def cuda(self) -> bool:

@@ -13,7 +13,7 @@ of a padded row hold the same tokens as without padding, and padding never sets 
 call that writes position 0, and again by each call that finds only padding in the row so far: where padding is longer
 than a prompt's first chunk, that chunk's mask does not show its end.
 
-The clock plane [1, B, 1, 1, 2] holds a row's number of tokens and its origin. Writes must come in order, since after
+The clock plane [1, B, K, 1, 2] holds a row's number of tokens and its origin. Writes must come in order, since after
 a gap the window holds other tokens than attention expects: tokens that neither follow the last one nor start again at
 0 are written as NaN; so are new tokens of a row whose mask now shows positions before its origin, which were never
 stored.

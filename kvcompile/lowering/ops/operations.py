@@ -96,7 +96,7 @@ LIBRARY.define(
 
 
 def slot_spec(planes: Sequence[torch.Tensor], head_dim: int, role: Role) -> SlotSpec:
-    """Return the slot of a store's planes; its dtype is the model's only if the planes are dense."""
+    """Return the spec of the slot that ``planes`` store; its dtype is the first plane's: the model's for dense planes, else the codes'."""
     return SlotSpec(planes[0].shape[2], head_dim, planes[0].dtype, role)
 
 
@@ -138,7 +138,7 @@ def append_body(
 def _encoded_apart(
     scheme: schemes.Scheme, x: torch.Tensor, keep_BS: torch.Tensor, tables: tuple[torch.Tensor, ...]
 ) -> list[torch.Tensor]:
-    """Encode the tokens of x [B, K, S, D] that ``keep_BS`` marks and all others in two separate calls, and merge the codes of both."""
+    """Return the encoded planes of x [B, K, S, D], with the tokens that ``keep_BS`` marks and all others encoded by separate calls."""
     keep = keep_BS[:, None, :, None]
     one, other = (scheme.encode(torch.where(chosen, x, torch.zeros_like(x)), *tables) for chosen in (keep, ~keep))
     return [torch.where(keep, a, b) for a, b in zip(one, other, strict=True)]
@@ -171,7 +171,7 @@ def calibrate_body(
 
 
 def as_tokens(plane: torch.Tensor) -> torch.Tensor:
-    """Flatten the pages of a plane: [N, B, K, R, width] -> [B, K, N * R, width]."""
+    """Return a plane [N, B, K, R, width] with its pages joined, [B, K, N * R, width]."""
     return plane.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
@@ -189,7 +189,7 @@ def visible(
 
 
 def _padded(mask: torch.Tensor, tokens: int, fill: float) -> torch.Tensor:
-    """Cut or fill the last axis of ``mask`` to ``tokens`` entries."""
+    """Return ``mask`` with ``tokens`` entries along its last axis: cut, or extended by ``fill``."""
     missing = tokens - mask.shape[-1]
     if missing <= 0:
         return mask[..., :tokens]
@@ -197,7 +197,7 @@ def _padded(mask: torch.Tensor, tokens: int, fill: float) -> torch.Tensor:
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """Apply RoPE to the first Dr channels of x [B, K, T, D], with cos and sin [1 or B, T, Dr]."""
+    """Return x [B, K, T, D] with RoPE applied to its first Dr channels, by cos and sin [1 or B, T, Dr]."""
     width = cos.shape[-1]
     part, rest = x[..., :width], x[..., width:]
     if interleaved:
@@ -208,7 +208,7 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleave
 
 
 def undo_rope_body(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """Undo ``apply_rope``, in x's dtype. Inverts the 2 x 2 matrices, since cos and sin may be scaled and no pure rotation."""
+    """Return x with ``apply_rope`` undone, in x's dtype. Inverts the 2 x 2 matrices: cos and sin may be scaled and no pure rotation."""
     width = cos.shape[-1]
     exact = torch.promote_types(x.dtype, torch.float32)
     cos, sin = cos.to(exact).unsqueeze(1), sin.to(exact).unsqueeze(1)
@@ -229,7 +229,7 @@ def first_visible_body(seen: torch.Tensor) -> torch.Tensor:
 
 
 def with_exact_rows(decoded: torch.Tensor, exact_newest: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """Replace tokens from position ``base`` [1 or B] on in ``decoded`` [B, K, T, D] by ``exact_newest`` [B, K, R, D]."""
+    """Return a copy of ``decoded`` [B, K, T, D] with tokens base .. base + R - 1 from ``exact_newest`` [B, K, R, D]; ``base``: [1 or B]."""
     tokens, rows = decoded.shape[2], exact_newest.shape[2]
     j = torch.arange(tokens, device=decoded.device) - base[:, None]
     taken = exact_newest.gather(2, j.clamp(0, rows - 1)[:, None, :, None].expand(*exact_newest.shape[:2], tokens, exact_newest.shape[3]))
@@ -237,7 +237,7 @@ def with_exact_rows(decoded: torch.Tensor, exact_newest: torch.Tensor, base: tor
 
 
 def attend_body(operands: AttendOperands[torch.Tensor], compute: torch.dtype | None = None) -> torch.Tensor:
-    """Compute ``attend``, its definition, in ``compute`` precision (None: q's, at least float32), decoding one kv head at a time."""
+    """Return the result of ``attend``, which this defines: one kv head at a time, in ``compute`` (None: q's dtype, at least float32)."""
     q, kv_heads = operands.q, operands.keys[0].shape[2]
     compute = compute or torch.promote_types(q.dtype, torch.float32)
     group = q.shape[1] // kv_heads
@@ -327,7 +327,7 @@ def weighted(weights: torch.Tensor, total: torch.Tensor, mask: torch.Tensor, v: 
 
 
 def _fitted(table: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Cut or zero-fill cos or sin [., T', Dr] to ``tokens`` positions; positions from T' on are never visible."""
+    """Return cos or sin [., T', Dr] with ``tokens`` positions: cut, or extended by zeros; positions from T' on are never visible."""
     return torch.nn.functional.pad(table, (0, 0, 0, max(0, tokens - table.shape[1])))[:, :tokens]
 
 
@@ -370,7 +370,7 @@ def _read_back_meta(x: torch.Tensor, levels: Sequence[torch.Tensor], tables: Seq
 
 
 def rotate_channels_body(x: torch.Tensor, order: int, plane: torch.Tensor | None, inverse: bool) -> torch.Tensor:
-    """Rotate the channels of x by a Hadamard matrix of ``order``, plus ``plane`` [1, 1 or B, K, D, D] unless None; back if ``inverse``."""
+    """Return x with channels rotated by Hadamard blocks of ``order``, plus ``plane`` [1, 1 or B, K, D, D] if any; ``inverse``: back."""
     return (unrotate if inverse else rotate)(x, order, None if plane is None else plane[0])
 
 

@@ -54,7 +54,11 @@ class Retrace(fx.Interpreter):
         self.results: dict[fx.Node, Any] = {}
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run one node and return its result. A vmap region runs whole at its first node; its other nodes return stored results."""
+        """Run one node and return its result; None for a node that is left out.
+
+        A vmap region runs whole at its first node; its other nodes return stored results. Raises Unsupported for a write in place by a call
+        on wrapper subclasses.
+        """
         if n in self.left_out:
             return None
         if n in self.mapped:
@@ -75,7 +79,7 @@ class Retrace(fx.Interpreter):
         return super().run_node(n)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one function call, recorded in the form that the matcher recognises."""
+        """Run one function call, recorded in the form that the matcher recognises. Raises flex.Stays for flex attention that has none."""
         if getattr(target, "overloadpacket", target) is torch.ops.kvcompile.expose:
             return args[0]
         if self.spell_out and flex.is_flex(target):

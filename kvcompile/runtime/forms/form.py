@@ -217,7 +217,7 @@ class CacheForm(abc.ABC):
         return min(needed, capacity), capacity
 
     def add_cursor(self, starts: dict[int, int], start: int) -> None:
-        """Record the next token's position in ``starts``, by the sliding window's number of slots."""
+        """Record the position ``start`` of a call's first token in ``starts``, by number of slots; only sliding windows do."""
         del starts, start
 
     @abc.abstractmethod

@@ -59,7 +59,11 @@ class Sliding(CacheForm):
         return min(start + count, self.sliding.slots), self.sliding.slots
 
     def add_cursor(self, starts: dict[int, int], start: int) -> None:
-        """Record the next token's position; windows of one size share a cursor. Raises Unsupported if they disagree."""
+        """Record in ``starts``, by number of slots, the position ``start`` of the call's first token.
+
+        A window that each call refills records none. Windows of one size share a cursor. Raises Unsupported if the first tokens of two of
+        them fall into different slots.
+        """
         if self.sliding.refilled:
             return
         slots = self.sliding.slots
@@ -83,7 +87,7 @@ class Sliding(CacheForm):
         return call.read(self.sliding.keep)
 
     def follows(self, counted: bool) -> bool:
-        """Return whether tokens follow the last one in every call: the whole cache tensor is joined with them."""
+        """Return whether every call's new tokens follow the cache's last one: they do if the call joins them to the whole cache tensor."""
         end = self.sliding.end
         return isinstance(end, int) and bool(end == value_of(self.group.root).shape[self.token_dim])
 

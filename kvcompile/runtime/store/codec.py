@@ -103,7 +103,7 @@ def _rotated(store: Store, keys: torch.Tensor) -> torch.Tensor:
 def unwritable(store: Store, at: torch.Tensor, rows_BKn: torch.Tensor, length: int) -> str:
     """Return why tokens at ascending positions ``at`` [n] cannot be encoded into a store of ``length`` tokens; "" if they can.
 
-    ``rows_BKn``: the heads and rows to write. Waits for the device.
+    ``rows_BKn``: bool, the tokens of each row and head to write. Waits for the device.
     """
     scheme = store.spec.scheme
     if scheme.pre_rope and store.rope is None:
@@ -127,9 +127,9 @@ def unwritable(store: Store, at: torch.Tensor, rows_BKn: torch.Tensor, length: i
 
 
 def write_tokens(store: Store, x_BKnD: torch.Tensor, rows_BKn: torch.Tensor, at: torch.Tensor, length: int) -> None:
-    """Encode tokens at ascending positions ``at`` [n] of heads and rows ``rows_BKn`` into a store of ``length`` tokens.
+    """Encode tokens [B, K, n, D] at ascending positions ``at`` [n] into a store of ``length`` tokens, in place, where ``rows_BKn`` is True.
 
-    The store must have room for them, and ``unwritable`` must have returned "".
+    ``x_BKnD`` holds tokens as the caller's dense tensor does. The store must have room for them, and ``unwritable`` must have returned "".
     """
     if not len(at):
         return
@@ -162,7 +162,7 @@ def _as_stored(store: Store, x_BKnD: torch.Tensor, at: torch.Tensor) -> torch.Te
 
 
 def _write_codes(store: Store, x_BKnD: torch.Tensor, rows_BKn: torch.Tensor, at: torch.Tensor) -> None:
-    """Encode the heads and rows ``rows_BKn`` of tokens for a scheme without a window; the codes of all others stay."""
+    """Encode tokens at positions ``at`` [n] where ``rows_BKn`` is True, for a scheme without a window; other tokens keep their codes."""
     for start in range(0, len(at), ENCODED_AT_ONCE):
         some, rows = at[start : start + ENCODED_AT_ONCE], rows_BKn[:, :, start : start + ENCODED_AT_ONCE, None]
         x = _as_stored(store, torch.where(rows, x_BKnD[:, :, start : start + ENCODED_AT_ONCE], 0), some)

@@ -60,7 +60,10 @@ def in_all(groups: Sequence[Counts]) -> Counts:
 
 
 def ends_of(state: CacheState, rows: int) -> torch.Tensor | int:
-    """Return ``CacheState.row_ends`` of the first ``rows`` rows, including parked and never-written ones."""
+    """Return the position after the last token of each of the first ``rows`` rows, int64 [rows]: 0 for rows that were never written.
+
+    Without a window it is one int, the end of the state's own rows, whatever parked ones hold (``CacheState.row_ends``).
+    """
     if rows == state.rows or not isinstance(state.row_ends(), torch.Tensor):
         return state.row_ends()
     return _of_rows(state, rows, CacheState.row_ends)

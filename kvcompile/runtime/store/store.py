@@ -169,7 +169,7 @@ class Store:
 
     @property
     def lengths(self) -> torch.Tensor:
-        """Token count and left padding of each row, int64 [1, B, 1, 1, 2], of a store with a window."""
+        """Token count and left padding of each row, int64 [1, B, K, 1, 2], equal for all heads, of a store with a window."""
         found = self.plane("clock")
         assert found is not None
         return found

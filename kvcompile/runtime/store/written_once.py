@@ -43,8 +43,11 @@ def forget(tensor: torch.Tensor) -> None:
 
 
 class Earlier:
-    """The codes that a part of a dense cache tensor had before it became dense, for reuse in a new store of the same spec; none if not
-    usable.
+    """The codes that one part of a cache tensor had before the tensor became dense, for reuse in ``store``, the new store of that part.
+
+    It has none, so that ``encode`` encodes all tokens anew, unless the earlier store is remembered, has the spec and RoPE of ``store`` and
+    is neither adaptive nor of a sliding window, and ``store`` keeps no full-precision copies. With codes, making one copies the earlier
+    store's calibrated planes into ``store``.
     """
 
     def __init__(self, tensor: torch.Tensor, part: Part, store: Store) -> None:

@@ -112,9 +112,10 @@ def raised_by(delta):
 
 @triton.jit
 def share_at_most(mass, raised, delta, of_least, coded):
-    """Return an upper bound on each encoded block's share of the exact mass, float32; 1 if the block's deviation is too large for a bound.
+    """Return an upper bound on each encoded block's share of the exact mass, float32; 1 if ``delta`` is too large for a bound.
 
-    Zero for blocks that are not ``coded``; NaN stays NaN.
+    ``mass``: the block's mass by codes. ``delta``: the largest deviation of its logits. ``raised``: exp(delta), rounded up. ``of_least``: 1
+    over the least exact mass of all blocks. Zero for blocks that are not ``coded``; NaN stays NaN.
     """
     share = mass * raised * of_least
     return tl.where(coded, tl.where((share > 1.0) | (delta > LARGEST_DELTA), 1.0, share), 0.0)
@@ -135,11 +136,14 @@ def shares_of_row(
     PEAK, WEIGHT, DELTA, NOTES, TOP, ORDER, SURE, TERM, VALUES, blocks, high, low, base, sink, V_TOL: tl.constexpr, WIDEN: tl.constexpr,
     CERTAIN: tl.constexpr, CHUNK: tl.constexpr,
 ):
-    """Write ORDER, VALUES, TOP and, if needed, SURE and TERM of one row; return the number of candidates and an edge.
+    """Write ORDER, VALUES, TOP and, if needed, SURE and TERM of one row, from PEAK, WEIGHT, DELTA and NOTES of its blocks.
 
-    ORDER: each encoded block's share of the mass by codes, -1 for others. VALUES: flags of blocks that may add more than V_TOL to the value
-    bound. TOP: the largest logit. SURE (CERTAIN): upper bounds on exact shares. TERM (WIDEN): each block's term of the key bound. The edge:
-    int32 bits that no ORDER of the row reaches. The pointers are to the row's own entries.
+    Returns the number of candidates (encoded blocks that the row sees) and the bits of a float32, as int32, just above every ORDER.
+
+    ORDER: each candidate's share of the mass by codes, infinite for NaN; -1 for other blocks. VALUES: flags of blocks that may add more
+    than V_TOL to the value bound. TOP: the largest logit, the ``sink`` included; 0 if all are minus infinity. SURE (if CERTAIN): upper
+    bounds on exact shares. TERM (if WIDEN): each block's term of the key bound. ``high``, ``low``, ``base``: the last visible position, the
+    first one, and that of the window's first token. The pointers are to the row's own entries.
     """
     i = tl.arange(0, CHUNK)
     tops = tl.full([CHUNK], float("-inf"), tl.float32)

@@ -104,7 +104,7 @@ class SpanTracer:
         return TokenSpan(node, 0, self._size(node))
 
     def _cat(self, node: fx.Node) -> list[TokenSpan]:
-        """Return the spans of a concatenation; if another dim is concatenated, one span with the result as its source."""
+        """Return the spans of a concatenation along ``dim``; for one along another dim, a single span with the result as its source."""
         arguments = bind(node)
         if int(arguments["dim"]) % len(sizes(node)) != self.dim:
             return [self._all(node)]
@@ -113,7 +113,7 @@ class SpanTracer:
         return [run for part in parts for run in self._of(part, self.effects.order[node])]
 
     def _rolled(self, node: fx.Node) -> list[TokenSpan]:
-        """Return the spans of a rolled tensor; if another dim or several are rolled, one span with the result as its source."""
+        """Return the spans of a tensor rolled along ``dim`` alone; for any other roll, a single span with the result as its source."""
         arguments = bind(node)
         shifts, dims = list(arguments["shifts"]), list(arguments["dims"] or [])
         if len(shifts) != 1 or len(dims) != 1 or int(dims[0]) % len(sizes(node)) != self.dim:

@@ -312,7 +312,7 @@ def _shared(trail: Trail, shape: tuple[int, ...], run: _ChannelRun) -> Slot:
 
 
 def _heads(run: _ChannelRun, slot: Slot) -> tuple[int, np.ndarray]:
-    """Return how many heads an operand has, and the head of every sample."""
+    """Return (number of heads of the run's operand, head index of each sampled element); 1 and zeros if the operand has no heads."""
     for role in ("K", "H"):
         if role in run.roles:
             dim = run.roles.index(role)
