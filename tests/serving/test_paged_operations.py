@@ -56,8 +56,9 @@ def cases(draw: st.DrawFn) -> Case:
         rows.append((tokens, draw(st.integers(0, min(tokens, 5)))))
     return Case(
         draw(st.sampled_from(TEXTS)), draw(st.sampled_from(TEXTS)), draw(st.sampled_from((16, 17, 32, 64, 256))), draw(st.integers(1, 3)),
-        draw(st.integers(1, 3)), draw(st.sampled_from((16, KEY_DIM))), tuple(rows), draw(st.sampled_from((0, 0, 1, 20))), draw(st.booleans()),
-        draw(st.sampled_from((0.0, 3.0))), draw(st.sampled_from((torch.int32, torch.int64))), draw(st.integers(0, 1000)),
+        draw(st.integers(1, 3)), draw(st.sampled_from((16, KEY_DIM))), tuple(rows), draw(st.sampled_from((0, 0, 1, 20))),
+        draw(st.booleans()), draw(st.sampled_from((0.0, 3.0))), draw(st.sampled_from((torch.int32, torch.int64))),
+        draw(st.integers(0, 1000)),
     )
 
 

@@ -58,7 +58,7 @@ def append_window_both(*operands: Any) -> list[tuple[torch.Tensor, torch.Tensor]
 
 
 def _halves(operands: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-    """Split ``operands``, those of two calls one after the other, into the operands of each call."""
+    """Return ``operands``, those of two calls one after the other, as one tuple for each call."""
     count = len(operands) // 2
     return [operands[:count], operands[count:]]
 

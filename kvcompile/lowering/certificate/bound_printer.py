@@ -197,5 +197,5 @@ UP32 = (1 + 2.0**-22, 2.0**-126)
 
 
 def up32(x: torch.Tensor) -> torch.Tensor:
-    """Round nonnegative float64 numbers up to float32; the result is always above zero."""
+    """Return nonnegative float64 numbers rounded up to float32; the results are always above zero."""
     return (x * UP32[0] + UP32[1]).to(torch.float32)

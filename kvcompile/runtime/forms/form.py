@@ -68,7 +68,10 @@ class CacheForm(abc.ABC):
         return max(call.read(size) for size in self.group.reach)
 
     def sees(self, call: Call) -> int:
-        """Return the last position that a query sees plus one; 0 if no query sees past the newest token. May wait for the device."""
+        """Return the last position that a query sees plus one; 0 if the graph rules out that one sees past the newest token.
+
+        May wait for the device.
+        """
         del call
         return 0
 

@@ -31,7 +31,10 @@ class Linear(CacheForm):
         return max(most, self.sees(call)) if known else most
 
     def sees(self, call: Call) -> int:
-        """Return the last position that a query sees plus one; 0 if no query sees past the newest token. May wait for the device."""
+        """Return the last position that a query sees plus one; 0 if the graph rules out that one sees past the newest token.
+
+        May wait for the device.
+        """
         if not self.group.unbounded:
             return 0
         if (end := call.ends.get(self.group.root)) is None:
