@@ -2,7 +2,7 @@
 
     no kernel     heads whose sizes an append kernel does not take are encoded in torch; pages that are no multiple of 16 tokens, and pools
                   that begin at no multiple of 16 bytes, are attended to in torch
-    in torch      rotations, before tokens are encoded, of queries, and of results
+    rotations     of tokens before they are encoded, of queries, and of results: a kernel of their own
 
 Nothing here waits for the device. ``runs`` says what runs, and why.
 """
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvcompile.lowering.host.launches import Direct, Launcher
-from kvcompile.schemes.rotation import rotate, unrotate
+from kvcompile.schemes.rotation import Rotation, rotate
 from kvcompile.serving import operations
 from kvcompile.serving.block_layout import BlockLayout, layout_of
 from kvcompile.types import Role
@@ -36,6 +36,17 @@ def machine_of(device: torch.device) -> Machine:
     return Machine(properties.multi_processor_count, properties.shared_memory_per_block_optin)
 
 
+def turned(x: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
+    """Return tokens [T, H, D] rotated, or rotated back, by a kernel on CUDA; as they are without a rotation."""
+    if rotation is None:
+        return x
+    if not x.is_cuda:
+        return rotate(x.transpose(0, 1).unsqueeze(0), rotation.order, None)[0].transpose(0, 1).contiguous()
+    from kvcompile.lowering.paged.rotate import rotated
+
+    return rotated(x, rotation.order, Direct(True))
+
+
 def to_append(
     made: BlockLayout, role: Role, x: torch.Tensor, planes: Sequence[torch.Tensor], slots: torch.Tensor, tables: Sequence[torch.Tensor]
 ) -> PagedAppend:
@@ -43,9 +54,7 @@ def to_append(
     from kvcompile.lowering.paged.append import PagedAppend
 
     scheme, slot = made.of_role(role)
-    rotation, constant = scheme.rotation(slot), [plane for plane in scheme.layout(slot).planes if plane.constant]
-    if rotation is not None:
-        x = rotate(x.transpose(0, 1).unsqueeze(0), rotation.order, None)[0].transpose(0, 1)
+    x, constant = turned(x, scheme.rotation(slot)), [plane for plane in scheme.layout(slot).planes if plane.constant]
     encoding = [table for plane, table in zip(constant, tables, strict=True) if plane.encoding]
     return PagedAppend(x, planes, slots, encoding, scheme.spec(), slot)
 
@@ -60,9 +69,7 @@ def to_attend(
     """
     from kvcompile.lowering.paged.config import PagedAttend
 
-    rotation = made.keys.rotation(made.key_slot)
-    if rotation is not None:
-        q = rotate(q.transpose(0, 1).unsqueeze(0), rotation.order, None)[0].transpose(0, 1)
+    q = turned(q, made.keys.rotation(made.key_slot))
     keys, values = made.planes(pool)
     block_table, lengths, query_start = (table.contiguous() for table in tables)
     return PagedAttend(
@@ -76,10 +83,7 @@ def attended(made: BlockLayout, given: PagedAttend, machine: Machine, launcher: 
     from kvcompile.lowering.paged.attend import attend_by_kernels
 
     out, lse = attend_by_kernels(given, machine, launcher)
-    rotation = made.values.rotation(made.value_slot)
-    if rotation is not None:
-        out = unrotate(out.transpose(0, 1).unsqueeze(0), rotation.order, None)[0].transpose(0, 1).contiguous()
-    return out, lse
+    return turned(out, made.values.rotation(made.value_slot)), lse
 
 
 def append_on_cuda(

@@ -28,6 +28,7 @@ from kvcompile.lowering.paged.append import Checked, append_by_kernels
 from kvcompile.lowering.paged.attend import attend_by_kernels, operands_of, paged_source, sizes_of
 from kvcompile.lowering.paged.config import PagedAttend, PagedConfig, paged_config
 from kvcompile.lowering.paged.merge import merge_items
+from kvcompile.lowering.paged.residency import Multiprocessor, programs_at_a_time
 from kvcompile.lowering.paged.splits import items_of, request_of, tiles_of_an_item
 from kvcompile.serving.kernels import to_append, to_attend
 from kvcompile.types import Role
@@ -135,6 +136,13 @@ def test_a_launch_depends_on_no_number_of_the_device(monkeypatch: pytest.MonkeyP
     assert grids == [(1, 8, 132 + 4), (4, 32, 4)]
 
 
+@pytest.mark.parametrize(("registers", "shared", "warps", "programs"), [
+    (168, 10368, 1, 12), (169, 10368, 1, 11), (255, 0, 1, 8), (85, 36864, 4, 5), (80, 36864, 4, 6), (32, 0, 1, 32), (255, 200_000, 8, 1),
+])
+def test_as_many_programs_run_at_a_time_as_registers_and_shared_memory_hold(registers: int, shared: int, warps: int, programs: int) -> None:
+    assert programs_at_a_time(registers, shared, warps, Multiprocessor(65536, 233472, 64)) == programs
+
+
 @triton.jit
 def ask(LENGTHS, STARTS, FOUND, OWN, total, capacity, TARGET, items, WINDOW: tl.constexpr, BLOCK_T: tl.constexpr):  # noqa: ANN001, ANN201, N803
     """Write the request and the share of each item, the tiles of an item behind them, and the items of each request."""
@@ -150,6 +158,25 @@ def ask(LENGTHS, STARTS, FOUND, OWN, total, capacity, TARGET, items, WINDOW: tl.
         tl.store(OWN + request * 2 + 1, own)
 
 
+def share_of(tiles: list[int], target: int) -> int:
+    """Tiles of an item: it grows three times at most, until there are no more items than ``target``."""
+    share = max(1, math.ceil(sum(tiles) / target))
+    for _ in range(3):
+        items = sum(math.ceil(many / share) for many in tiles)
+        if items > target > sum(many > 0 for many in tiles):
+            share = math.ceil(share * items / target)
+    return share
+
+
+@pytest.mark.parametrize(("tokens", "target"), [
+    ([32768] * 16, 132), ([32768] * 16, 198), ([1024 * (1 + row % 15) for row in range(64)], 132),
+])
+def test_requests_are_cut_into_no_more_items_than_run_at_a_time(tokens: list[int], target: int) -> None:
+    tiles = [many // 32 for many in tokens]
+    share = share_of(tiles, target)
+    assert 0.9 * target < sum(math.ceil(many / share) for many in tiles) <= target
+
+
 def cut(cases: list[tuple[list[int], list[int], int, int, int]]) -> None:
     """In the interpreter: the items of each request are its tiles, each once, in order."""
     for lengths, counts, target, window, capacity in cases:
@@ -162,7 +189,7 @@ def cut(cases: list[tuple[list[int], list[int], int, int, int]]) -> None:
             first = max(0, length - count - window + 1) // 32 if window else 0
             tiles.append(max(0, math.ceil(min(length, capacity) / 32) - first) if count else 0)
         share = int(found[items, 0])
-        assert share == max(1, math.ceil(sum(tiles) / target))
+        assert share == share_of(tiles, target)
         wanted = [[request, split] for request, many in enumerate(tiles) for split in range(math.ceil(many / share))]
         assert len(wanted) <= items
         assert found[: len(wanted)].tolist() == wanted and bool((found[len(wanted) : items, 0] >= total).all())

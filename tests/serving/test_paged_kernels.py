@@ -219,6 +219,21 @@ def appends_as_the_body(keys: str, values: str, page: int, dim: int, dtype: torc
     assert torch.equal(before, other), "skipped tokens wrote"
 
 
+def rotates_as_the_body() -> None:
+    """In the interpreter: strided tokens, one head or several, several blocks of channels."""
+    from kvcompile.lowering.paged.rotate import rotated
+    from kvcompile.schemes.rotation import rotate
+
+    for count, heads, dim, order, dtype in ((1, 8, 128, 128, BF16), (37, 3, 96, 32, F16), (5, 1, 64, 16, F32), (0, 2, 64, 64, F16)):
+        x = torch.randn(heads, count, dim + 8, generator=torch.Generator().manual_seed(6)).to(dtype).transpose(0, 1)[..., 8:]
+        wanted = rotate(x.transpose(0, 1).unsqueeze(0).double(), order, None)[0].transpose(0, 1).to(dtype)
+        torch.testing.assert_close(rotated(x, order, INTERPRETED), wanted, atol=1e-6, rtol=APART[dtype])
+
+
+def test_a_kernel_rotates_as_the_body() -> None:
+    interpreted(rotates_as_the_body, guarded=True)
+
+
 APPENDS = (
     ("dense", "int8", 16, 64, F16, 9), ("int4", "fp8", 17, 64, BF16, 1), ("int8-static", "beyond", 32, 64, F32, 40),
     ("nf4", "int4(rotate=kv)", 64, 64, F16, 20), ("gauss", "dense", 16, 80, F16, 5), ("gauss", "gauss(bits=3)", 16, 128, BF16, 7),

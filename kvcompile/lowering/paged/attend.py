@@ -18,6 +18,7 @@ from kvcompile.lowering.decode.site import Machine
 from kvcompile.lowering.host.launches import Launcher
 from kvcompile.lowering.paged.config import Cut, PagedAttend, PagedConfig, cut_for, paged_config, query_rows
 from kvcompile.lowering.paged.merge import merge_items
+from kvcompile.lowering.paged.residency import Multiprocessor, resident
 
 SOURCE = decode.OPENING + joined(__file__, "program") + decode.SUMS
 NAMED = ("BLOCKS", "MAX_QUERIES", "PAGES", "REQUESTS", "TABLE_ROW", "TARGET")
@@ -86,6 +87,8 @@ class Choice:
     kernel: Any
 
 
+_RESIDENT: dict[Any, int] = {}
+"""Programs that a multiprocessor runs at a time, by kernel and by what it is compiled anew for."""
 _CHOSEN: dict[Any, Choice] = {}
 """Kernels by what they were chosen for: the choice takes longer than a launch."""
 
@@ -120,23 +123,36 @@ def merge_for(cut: Cut, pairs: int, requests: int, config: PagedConfig, machine:
     return ItemMerge(min(columns, triton.next_power_of_2(config.value_dim)), items)
 
 
+def resident_of(choice: Choice, operands: Sequence[torch.Tensor], named: Mapping[str, int]) -> int:
+    """Return how many programs of the kernel a multiprocessor runs at a time; compiles the kernel if need be."""
+    device, tile = operands[0].device, choice.config.tile
+    key = (choice.kernel, device, tuple(operand.data_ptr() % 16 for operand in operands))
+    if key not in _RESIDENT:
+        parts = torch.empty(16, dtype=torch.float32, device=device)
+        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+        _RESIDENT[key] = resident(choice.kernel, (*operands, parts, *(named[name] for name in NAMED)), options, Multiprocessor.of(device))
+    return _RESIDENT[key]
+
+
 def attend_by_kernels(given: PagedAttend, machine: Machine, launcher: Launcher) -> tuple[torch.Tensor, torch.Tensor]:
     """Return results [T, H, Dv] and log-sums [T, H]; operands that ``refusal`` refuses must not come here."""
     choice = chosen(given, machine, launcher.cuda)
-    config, cut, q = choice.config, cut_for(choice.config, given, machine), given.q
+    config, q, tensors = choice.config, given.q, operands_of(given)
     (queries, heads, _), (requests, pages) = q.shape, given.block_table.shape
-    rows = queries if cut.target == 1 else (cut.target + requests) * given.max_queries
-    parts = torch.empty(rows, heads, config.value_dim + 2, dtype=torch.float32, device=q.device)
-    tensors = operands_of(given)
     named = {
         "BLOCKS": given.keys[0].shape[0], "MAX_QUERIES": given.max_queries, "PAGES": pages, "REQUESTS": requests,
-        "TABLE_ROW": given.block_table.stride(0), "TARGET": cut.target,
+        "TABLE_ROW": given.block_table.stride(0), "TARGET": 1,
     }
+    operands = [tensors[name] for name in config.operands]
+    cut = cut_for(config, given, machine, resident_of(choice, operands, named) if launcher.cuda and q.is_cuda else None)
+    named["TARGET"] = cut.target
+    rows = queries if cut.target == 1 else (cut.target + requests) * given.max_queries
+    parts = torch.empty(rows, heads, config.value_dim + 2, dtype=torch.float32, device=q.device)
     items = requests if cut.target == 1 else cut.target + requests
     stages = {"num_stages": config.tile.num_stages} if launcher.cuda else {}
     launcher.kernel(
-        choice.kernel, (cut.tiles, config.kv_heads, items), *(tensors[name] for name in config.operands), parts,
-        *(named[name] for name in NAMED), warps=config.tile.num_warps, **stages,
+        choice.kernel, (cut.tiles, config.kv_heads, items), *operands, parts, *(named[name] for name in NAMED),
+        warps=config.tile.num_warps, **stages,
     )
     out, lse = q.new_empty(queries, heads, config.value_dim), q.new_empty(queries, heads, dtype=torch.float32)
     sinks, merge = parts if given.sinks is None else given.sinks.contiguous(), merge_for(cut, queries * heads, requests, config, machine)

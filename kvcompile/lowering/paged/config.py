@@ -11,7 +11,7 @@ import torch
 from kvcompile import schemes
 from kvcompile.lowering.decode.config import AttendConfig, Tile, plane_names
 from kvcompile.lowering.decode.site import Machine, config_of
-from kvcompile.lowering.decode.tiles import DECODE_ROWS, PROGRAMS_PER_MULTIPROCESSOR, SHIFTED_PROGRAMS, choose_tiles
+from kvcompile.lowering.decode.tiles import DECODE_ROWS, PROGRAMS_PER_MULTIPROCESSOR, choose_tiles
 from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.lowering.ops.sizes import TensorSizes
 from kvcompile.types import Role, SlotSpec
@@ -150,14 +150,15 @@ def fitted(tile: Tile, page: int) -> Tile:
     return tile
 
 
-def cut_for(config: PagedConfig, given: PagedAttend, machine: Machine) -> Cut:
-    """Return how a launch is cut; depends on sizes alone, never on a number of the device."""
+def cut_for(config: PagedConfig, given: PagedAttend, machine: Machine, resident: int | None = None) -> Cut:
+    """Return how a launch is cut; depends on sizes alone, never on a number of the device.
+
+    ``resident``: programs that a multiprocessor runs at a time; None without a device, where it is estimated.
+    """
     rows = given.max_queries * config.group
     tiles = -(-rows // config.tile.rows)
     programs = tiles * config.kv_heads
-    resident = PROGRAMS_PER_MULTIPROCESSOR.get(config.tile.num_warps, 2)
-    if config.tile.num_warps == 1 and config.plans[1].shifted:
-        resident = SHIFTED_PROGRAMS
+    resident = resident or PROGRAMS_PER_MULTIPROCESSOR.get(config.tile.num_warps, 2)
     target = max(1, min(MOST_ITEMS, machine.multiprocessors * resident // programs))
     if rows > DECODE_ROWS and programs >= machine.multiprocessors:
         target = 1

@@ -1,8 +1,11 @@
 """How the tokens of requests are cut into items, by the device: lengths go in, the request and the share of each item come out.
 
 A launch has a fixed number of items, so that a captured CUDA graph may be replayed at any lengths: every item has the same number of
-tiles, ``TARGET`` items hold the tiles of all requests if they are cut anywhere, and each request adds one at most, since an item has
-tokens of one request. So TARGET + requests items are enough, and those left over end at once.
+tiles, its share. ``TARGET`` items hold the tiles of all requests if they are cut anywhere, and each request adds one at most, since an item
+has tokens of one request. So TARGET + requests items are enough, and those left over end at once.
+
+The device runs about TARGET items of each kv head at a time. One more starts when others end, and doubles the time; so the share grows
+until there are no more than TARGET items.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -15,6 +18,8 @@ import triton.language as tl
 
 WIDTH = tl.constexpr(128)
 """Requests that a program looks at together."""
+TRIES = tl.constexpr(3)
+"""How often a share grows at most: items are too many by less each time."""
 
 
 @triton.jit
@@ -35,11 +40,25 @@ def tiles_of(requests, LENGTHS, QUERY_START, total, capacity, WINDOW: tl.constex
 
 @triton.jit
 def tiles_of_an_item(LENGTHS, QUERY_START, total, capacity, TARGET, WINDOW: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Return the number of tiles of an item, so that TARGET items hold those of all requests."""
+    """Return the number of tiles of an item: TARGET items or fewer, if three tries find such a share, otherwise TARGET + requests or fewer.
+
+    Requests that are as many as TARGET are not cut finer for it: there are more items than TARGET in any case.
+    """
     tiles = 0
+    rows = 0
     for at in tl.range(0, total, WIDTH, num_stages=1):
-        tiles += tl.sum(tiles_of(at + tl.arange(0, WIDTH), LENGTHS, QUERY_START, total, capacity, WINDOW, BLOCK_T), 0)
-    return tl.maximum(tl.cdiv(tiles, TARGET), 1)
+        found = tiles_of(at + tl.arange(0, WIDTH), LENGTHS, QUERY_START, total, capacity, WINDOW, BLOCK_T)
+        tiles += tl.sum(found, 0)
+        rows += tl.sum((found > 0).to(tl.int32), 0)
+    share = tl.maximum(tl.cdiv(tiles, TARGET), 1)
+    grows = rows < TARGET
+    for _ in tl.static_range(TRIES):
+        items = 0
+        for at in tl.range(0, total, WIDTH, num_stages=1):
+            found = tiles_of(at + tl.arange(0, WIDTH), LENGTHS, QUERY_START, total, capacity, WINDOW, BLOCK_T)
+            items += tl.sum(tl.cdiv(found, share), 0)
+        share = tl.where(grows & (items > TARGET), tl.cdiv(share * items, TARGET), share)
+    return share
 
 
 @triton.jit

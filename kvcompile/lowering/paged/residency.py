@@ -1,0 +1,52 @@
+"""The number of programs of a compiled kernel that a multiprocessor runs at a time.
+
+Registers are known when a kernel is compiled, and differ between versions of Triton: a launch that is cut for one program more than run at
+a time takes twice as long.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+MOST_BLOCKS = 32
+"""Programs that a multiprocessor holds at most, whatever they need."""
+REGISTER_UNIT = 256
+"""Registers are given to a warp in units of so many."""
+RESERVED = 1024
+"""Bytes of shared memory that the driver takes for each program."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Multiprocessor:
+    """What programs on one multiprocessor share: registers, bytes of shared memory, warps."""
+
+    registers: int
+    shared: int
+    warps: int
+
+    @staticmethod
+    def of(device: torch.device) -> Multiprocessor:
+        """Return those of a CUDA device."""
+        found: Any = torch.cuda.get_device_properties(device)
+        return Multiprocessor(
+            found.regs_per_multiprocessor, found.shared_memory_per_multiprocessor, found.max_threads_per_multi_processor // found.warp_size
+        )
+
+
+def programs_at_a_time(registers: int, shared: int, warps: int, found: Multiprocessor) -> int:
+    """Return how many programs run at a time on a multiprocessor, one at least.
+
+    ``registers``: of a thread; ``shared``: bytes of a program; ``warps``: of a program.
+    """
+    of_a_warp = -(-registers * 32 // REGISTER_UNIT) * REGISTER_UNIT
+    return max(1, min(found.registers // (of_a_warp * warps), found.shared // (shared + RESERVED), found.warps // warps, MOST_BLOCKS))
+
+
+def resident(kernel: Any, operands: tuple[Any, ...], options: dict[str, int], found: Multiprocessor) -> int:
+    """Return ``programs_at_a_time`` of a Triton function for operands, compiled and loaded but not started."""
+    compiled = kernel.warmup(*operands, grid=(1,), **options)
+    compiled._init_handles()
+    return programs_at_a_time(compiled.n_regs, compiled.metadata.shared, options["num_warps"], found)
