@@ -1,13 +1,14 @@
 """Attention and append over pages: one call of a serving engine by scheme, beside SDPA and the kernels over contiguous stores.
 
     python benchmarks/paged.py [--json FILE] [--schemes int4,int8,..] [--shapes 1x131072,16x32768,mixed] [--page 16] [--no-contiguous]
-        [--append 64,8192] [--limit SECONDS]
+        [--append 64,8192] [--prompt 2048,8192] [--limit SECONDS]
 
 H=32 query heads, K=8 kv heads, D=128, bfloat16 queries, one new token a row; blocks of a page in random order. "mixed": 64 rows of 1K to
 15K tokens. Medians over CUDA-graph replays, so launches are not counted. "Error": of the result, beside the operation's eager body, as a
 share of its norm, over the first rows. "Roof": the time that reading the rows' codes takes at 4.3 TB/s. "Contiguous": the compiled model's
 kernel of the same scheme over a store of the same lengths, for rows of equal length. SDPA: the faster of cuDNN and flash over contiguous
-bfloat16 keys and values of equal length; for mixed rows, the sum of tokens as one row.
+bfloat16 keys and values of equal length; for mixed rows, the sum of tokens as one row. "Append": tokens of one layer, one for each of 64
+requests, or those of a prompt, which fill whole blocks. "Prompt": one row's tokens attend to themselves, beside SDPA's causal attention.
 """
 
 from __future__ import annotations
@@ -89,11 +90,23 @@ def attend_row(scheme: str, shape: str, page: int, dense: float, contiguous: boo
 def append_row(scheme: str, tokens: int, page: int) -> dict[str, Any]:
     """Microseconds of one layer's append of ``tokens`` tokens to random slots, beside the time that their bytes take."""
     pool = kvcompile.pool(1 << 15, bench.K, bench.D, scheme, page=page, device="cuda")
-    slots = torch.randperm(pool.tokens, device="cuda")[:tokens]
+    slots = (torch.randperm(len(pool.data), device="cuda")[:, None] * page + torch.arange(page, device="cuda"))
+    slots = slots[:tokens, 0].contiguous() if tokens <= 64 else slots.flatten()[:tokens]
     k, v = torch.randn(2, tokens, bench.K, bench.D, device="cuda", dtype=torch.bfloat16).unbind()
     us = bench.graph_ms(lambda: pool.append(k, v, slots)) * 1e3
     size = tokens * (pool.layout.token_bytes + 2 * bench.K * bench.D * 2)
     return {"append": tokens, "scheme": scheme, "page": page, "us": us, "x_bytes": us / (size / bench.BANDWIDTH * 1e6)}
+
+
+def prompt_row(scheme: str, tokens: int, page: int) -> dict[str, Any]:
+    """Milliseconds of the attention of a prompt over its codes, beside SDPA over its keys and values."""
+    pool, tables = filled(scheme, [tokens], page)
+    tables[2] = torch.tensor([0, tokens], dtype=torch.int32, device="cuda")
+    q, k, v = (torch.randn(1, heads, tokens, bench.D, device="cuda", dtype=torch.bfloat16) for heads in (bench.H, bench.K, bench.K))
+    dense = bench.graph_ms(lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True), 3, 5)
+    rows = q[0].transpose(0, 1).contiguous()
+    ms = bench.graph_ms(lambda: pool.attend(rows, *tables, tokens), 3, 5)
+    return {"prompt": tokens, "scheme": scheme, "page": page, "ms": ms, "sdpa_ms": dense, "of_sdpa": dense / ms}
 
 
 def dense_ms(shape: str) -> float:
@@ -114,6 +127,7 @@ def main() -> None:
     parser.add_argument("--shapes", default="1x131072,16x32768,mixed")
     parser.add_argument("--page", type=int, default=16)
     parser.add_argument("--append", default="64,8192")
+    parser.add_argument("--prompt", default="2048,8192")
     parser.add_argument("--no-contiguous", action="store_true")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds after which nothing new is begun")
     options = parser.parse_args()
@@ -141,6 +155,9 @@ def main() -> None:
     for tokens in filter(None, options.append.split(",")):
         for scheme in options.schemes.split(","):
             measured(append_row, scheme, int(tokens), options.page)
+    for tokens in filter(None, options.prompt.split(",")):
+        for scheme in options.schemes.split(","):
+            measured(prompt_row, scheme, int(tokens), options.page)
     if options.json:
         options.json.write_text(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}, indent=1))
 

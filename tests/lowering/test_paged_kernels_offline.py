@@ -145,13 +145,14 @@ def test_as_many_programs_run_at_a_time_as_registers_and_shared_memory_hold(regi
 
 @triton.jit
 def ask(LENGTHS, STARTS, FOUND, OWN, total, capacity, TARGET, items, WINDOW: tl.constexpr, BLOCK_T: tl.constexpr):  # noqa: ANN001, ANN201, N803
-    """Write the request and the share of each item, the tiles of an item behind them, and the items of each request."""
+    """Write each item's request, place and tiles, the share behind them, and the items of each request."""
     share = tiles_of_an_item(LENGTHS, STARTS, total, capacity, TARGET, WINDOW, BLOCK_T)
-    tl.store(FOUND + items * 2, share)
+    tl.store(FOUND + items * 3, share)
     for item in range(items):
-        request, split = request_of(item, share, LENGTHS, STARTS, total, capacity, WINDOW, BLOCK_T)
-        tl.store(FOUND + item * 2, request)
-        tl.store(FOUND + item * 2 + 1, split)
+        request, split, tiles = request_of(item, share, LENGTHS, STARTS, total, capacity, WINDOW, BLOCK_T)
+        tl.store(FOUND + item * 3, request)
+        tl.store(FOUND + item * 3 + 1, split)
+        tl.store(FOUND + item * 3 + 2, tiles)
     for request in range(total):
         first, own = items_of(request, share, LENGTHS, STARTS, total, capacity, WINDOW, BLOCK_T)
         tl.store(OWN + request * 2, first)
@@ -182,7 +183,7 @@ def cut(cases: list[tuple[list[int], list[int], int, int, int]]) -> None:
     for lengths, counts, target, window, capacity in cases:
         total, items = len(lengths), target + len(lengths)
         starts = torch.tensor([0, *counts]).cumsum(0)
-        found, own = torch.zeros(items + 1, 2, dtype=torch.int32), torch.zeros(total, 2, dtype=torch.int32)
+        found, own = torch.zeros(items + 1, 3, dtype=torch.int32), torch.zeros(total, 2, dtype=torch.int32)
         ask[(1,)](torch.tensor(lengths), starts, found, own, total, capacity, target, items, window, 32)
         tiles = []
         for length, count in zip(lengths, counts, strict=True):
@@ -190,7 +191,10 @@ def cut(cases: list[tuple[list[int], list[int], int, int, int]]) -> None:
             tiles.append(max(0, math.ceil(min(length, capacity) / 32) - first) if count else 0)
         share = int(found[items, 0])
         assert share == share_of(tiles, target)
-        wanted = [[request, split] for request, many in enumerate(tiles) for split in range(math.ceil(many / share))]
+        wanted = []
+        for request, many in enumerate(tiles):
+            own_items = math.ceil(many / share)
+            wanted += [[request, split, math.ceil(many / own_items)] for split in range(own_items)]
         assert len(wanted) <= items
         assert found[: len(wanted)].tolist() == wanted and bool((found[len(wanted) : items, 0] >= total).all())
         first = [sum(math.ceil(many / share) for many in tiles[:request]) for request in range(total)]

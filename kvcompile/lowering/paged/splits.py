@@ -63,7 +63,10 @@ def tiles_of_an_item(LENGTHS, QUERY_START, total, capacity, TARGET, WINDOW: tl.c
 
 @triton.jit
 def request_of(item, share, LENGTHS, QUERY_START, total, capacity, WINDOW: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Return the request of an item, ``total`` or more if there is none, and which of that request's items it is."""
+    """Return the request of an item, ``total`` or more if there is none, which of that request's items it is, and its number of tiles.
+
+    Items of a request are equally long, but for the last; none is longer than ``share``.
+    """
     request = 0
     before = 0
     seen = 0
@@ -75,7 +78,8 @@ def request_of(item, share, LENGTHS, QUERY_START, total, capacity, WINDOW: tl.co
         request += tl.sum((done & (requests < total)).to(tl.int32), 0)
         before = tl.maximum(before, tl.max(tl.where(done, until, 0), 0))
         seen += tl.sum(items, 0)
-    return request, item - before
+    tiles = tl.sum(tiles_of(request + tl.arange(0, 1), LENGTHS, QUERY_START, total, capacity, WINDOW, BLOCK_T), 0)
+    return request, item - before, tl.cdiv(tiles, tl.maximum(tl.cdiv(tiles, share), 1))
 
 
 @triton.jit
