@@ -72,6 +72,9 @@ CASES = (
     Case("int4", "", RAGGED, most=2, sinks=True, layers=3),
     Case("int8", "dense", ((3, 5), (40, 1)), sinks=True),
     Case("int8", "", tuple((1 + 7 * i % 50, 1) for i in range(150)), group=1, dim=32, value_dim=32, multiprocessors=1),
+    # One item a request: programs are tiles of queries of all requests, most of which have none.
+    Case("int8", "", ((90, 90), *((0, 0),) * 140, (50, 2), (0, 3), (70, 1)), group=1, dim=32, value_dim=32, window=40, multiprocessors=1),
+    Case("int4", "", ((90, 40), (0, 0), (50, 2)), group=2, most=33, sinks=True, multiprocessors=1),
 )
 
 

@@ -32,7 +32,7 @@ class PagedSignature(KernelSignature):
 
     def def_kernel(self, *names: str) -> str:
         """Return the module's text down to the function's body."""
-        imported = "from kvcompile.lowering.paged.splits import first_tile, request_of, tiles_of_an_item\n\n\n@triton.jit"
+        imported = "from kvcompile.lowering.paged.splits import first_tile, request_of, tile_of_queries, tiles_of_an_item\n\n\n@triton.jit"
         text = super().def_kernel(*names).replace("\n\n\n@triton.jit", f"\n{imported}(do_not_specialize={list(self.named)})", 1)
         return text
 
@@ -148,10 +148,13 @@ def attend_by_kernels(given: PagedAttend, machine: Machine, launcher: Launcher) 
     named["TARGET"] = cut.target
     rows = queries if cut.target == 1 else (cut.target + requests) * given.max_queries
     parts = torch.empty(rows, heads, config.value_dim + 2, dtype=torch.float32, device=q.device)
-    items = requests if cut.target == 1 else cut.target + requests
+    if cut.target > 1 or config.one_query:
+        grid = (cut.tiles, config.kv_heads, cut.target + requests)
+    else:
+        grid = (-(-queries * config.group // config.tile.rows) + requests, config.kv_heads, 1)
     stages = {"num_stages": config.tile.num_stages} if launcher.cuda else {}
     launcher.kernel(
-        choice.kernel, (cut.tiles, config.kv_heads, items), *operands, parts, *(named[name] for name in NAMED),
+        choice.kernel, grid, *operands, parts, *(named[name] for name in NAMED),
         warps=config.tile.num_warps, **stages,
     )
     out, lse = q.new_empty(queries, heads, config.value_dim), q.new_empty(queries, heads, dtype=torch.float32)

@@ -18,6 +18,8 @@ from kvcompile.types import Role, SlotSpec
 
 MOST_ITEMS = 256
 """Most items that the tiles of all requests are cut into, for each kv head: more would be merged for longer than they save."""
+WAVES = 3
+"""How often items fill the device if there are so many requests that one item each would fill half of it."""
 MOST_PARTS = 1 << 28
 """Most bytes of sums before the merge; where items would have more, a request is one item, and its sums lie at its queries' rows."""
 MOST_ROWS = 128
@@ -173,6 +175,9 @@ def cut_for(config: PagedConfig, given: PagedAttend, machine: Machine, resident:
     programs = tiles * config.kv_heads
     resident = resident or PROGRAMS_PER_MULTIPROCESSOR.get(config.tile.num_warps, 2)
     target = max(1, min(MOST_ITEMS, machine.multiprocessors * resident // programs))
+    if 2 * given.block_table.shape[0] > target:
+        # Requests alone fill the device more than once: finer items end at about the same time.
+        target = min(MOST_ITEMS, WAVES * target)
     if rows > DECODE_ROWS and programs >= machine.multiprocessors:
         target = 1
     parts = (target + given.block_table.shape[0]) * given.max_queries * config.kv_heads * config.group * (config.value_dim + 2) * 4

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from kvcompile.lowering.decode.template import LOG2E
-from kvcompile.lowering.paged.splits import WIDTH, items_of, tiles_of_an_item
+from kvcompile.lowering.paged.splits import WIDTH, items_of, tiles_of, tiles_of_an_item
 
 LOG_2E = tl.constexpr(LOG2E)
 
@@ -41,8 +41,11 @@ def merge_items(
     there = (request < requests) & (query >= tl.load(QUERY_START))
     at = query - tl.load(QUERY_START + request, mask=there, other=0).to(tl.int32)
     beyond = there & (at >= MAX_QUERIES)
-    share = tiles_of_an_item(LENGTHS, QUERY_START, requests, capacity, TARGET, WINDOW, BLOCK_T)
-    first, own = items_of(request, share, LENGTHS, QUERY_START, requests, capacity, WINDOW, BLOCK_T)
+    first = 0
+    own = tl.minimum(tl.sum(tiles_of(request + tl.arange(0, 1), LENGTHS, QUERY_START, requests, capacity, WINDOW, BLOCK_T), 0), 1)
+    if TARGET > 1:
+        share = tiles_of_an_item(LENGTHS, QUERY_START, requests, capacity, TARGET, WINDOW, BLOCK_T)
+        first, own = items_of(request, share, LENGTHS, QUERY_START, requests, capacity, WINDOW, BLOCK_T)
     own = tl.where(there & (at < MAX_QUERIES), own, 0)
     row = tl.where(TARGET == 1, query.to(tl.int64), first.to(tl.int64) * MAX_QUERIES + at)
     step = tl.where(TARGET == 1, 0, MAX_QUERIES).to(tl.int64) * (HEADS * (DIM + 2))

@@ -83,6 +83,28 @@ def request_of(item, share, LENGTHS, QUERY_START, total, capacity, WINDOW: tl.co
 
 
 @triton.jit
+def tile_of_queries(place, QUERY_START, total, MAX_QUERIES, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """Return (request, tile of its query rows) of the ``place``-th tile of all requests; the request is ``total`` or more behind the last.
+
+    A tile has ROWS query rows of a kv head, GROUP for each query. There are at most (queries * GROUP) // ROWS + total tiles.
+    """
+    request = 0
+    before = 0
+    seen = 0
+    for at in tl.range(0, total, WIDTH, num_stages=1):
+        requests = at + tl.arange(0, WIDTH)
+        there = requests < total
+        count = tl.load(QUERY_START + requests + 1, mask=there, other=0) - tl.load(QUERY_START + requests, mask=there, other=0)
+        tiles = tl.cdiv(tl.maximum(tl.minimum(count.to(tl.int32), MAX_QUERIES), 0) * GROUP, ROWS)
+        until = tl.cumsum(tiles, 0) + seen
+        done = until <= place
+        request += tl.sum((done & there).to(tl.int32), 0)
+        before = tl.maximum(before, tl.max(tl.where(done, until, 0), 0))
+        seen += tl.sum(tiles, 0)
+    return request, place - before
+
+
+@triton.jit
 def items_of(request, share, LENGTHS, QUERY_START, total, capacity, WINDOW: tl.constexpr, BLOCK_T: tl.constexpr):
     """Return the first item of a request, and how many it has."""
     first = 0
