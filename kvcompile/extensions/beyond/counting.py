@@ -1,4 +1,4 @@
-"""Sizes of learned tables and of the cache that uses them, in sympy: the source's Appendix E.
+"""Sizes of learned tables and of the cache that uses them, in sympy: the paper's Appendix E.
 
 Symbols: L layers, K kv heads, D channels per head, G channels per group, b bits of a code, s bits of a stored scale or zero point, B
 sequences of S tokens. Tables are float32, counted once for a whole batch.

@@ -3,14 +3,14 @@
     x = (value - zero) / scale;   code = number of thresholds <= x;   value' = levels[code] * scale + zero
 
 One table of 2^bits levels and 2^bits - 1 thresholds for each layer, keys or values, kv head and group of channels, shared by all
-tokens; scale and zero point for each token and group. Keys are stored after RoPE. Differences from the source, and their reasons:
+tokens; scale and zero point for each token and group. Keys are stored after RoPE. Differences from the paper, and their reasons:
 
 * zero = min rounded DOWN and scale = (max - zero) / (2^bits - 1) rounded UP to their stored 16 bits, as in ``asymmetric``, and
-  codes are computed with the stored numbers. So x leaves [0, 2^bits - 1] only by float32 rounding, nothing is clipped, and the source's
+  codes are computed with the stored numbers. So x leaves [0, 2^bits - 1] only by float32 rounding, nothing is clipped, and the paper's
   epsilon is not needed: a group of zero range has scale 0 and decodes to its value. Tables are in units of scales (``tables``).
-* Levels may be anywhere; only thresholds are kept in order. The source projects thresholds and does not mention levels: a level
+* Levels may be anywhere; only thresholds are kept in order. The paper projects thresholds and does not mention levels: a level
   outside of a group's range extends it, and levels out of order still define a map. Both decode unchanged.
-* A call that fills an empty cache attends to its dequantized tokens, as in the source: decode steps do, and training did.
+* A call that fills an empty cache attends to its dequantized tokens, as in the paper: decode steps do, and training did.
 * NaN or Inf in a group makes its scale NaN.
 
 Tables are data: constant planes of a store. A scheme's text only states that they were trained, so equal layers share kernels.
@@ -45,6 +45,8 @@ class Beyond(Windowed):
 
     ``trained``: the tables were learned; ``load_tables`` and ``learn`` return such schemes. ``tables``: of the whole model, or
     of one attention (``for_module``).
+
+    Raises BadOption for other widths, group sizes or dtypes, and BadTables for tables of another width.
     """
 
     bits: int = 4
@@ -199,7 +201,7 @@ class Beyond(Windowed):
 def codes_of(x: torch.Tensor, thresholds: torch.Tensor) -> torch.Tensor:
     """Return codes, int32, of values in units of scales: the number of thresholds <= x, counted along their last axis.
 
-    The other axes of ``thresholds`` broadcast over x. NaN has code 0. Bin k is [t_k, t_k+1), the source's Eq. 2.
+    The other axes of ``thresholds`` broadcast over x. NaN has code 0. Bin k is [t_k, t_k+1), the paper's Eq. 2.
     """
     codes = torch.zeros(x.shape, dtype=torch.int32, device=x.device)
     for at in range(thresholds.shape[-1]):

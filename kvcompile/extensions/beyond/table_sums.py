@@ -36,8 +36,9 @@ def sum_by_bins(
     """Write to OUT the partial sums of weight times scale of one group of channels of one kv head, over a program's blocks of tokens.
 
     OUT, float32 [programs, HEADS, GROUPS, 3, 2^BITS]: sums by level, sums within ``window`` scales left of each threshold, and right of it
-    (the last entry of both is 0). THRESHOLDS: [HEADS, GROUPS, 2^BITS - 1], in units of scales. Grid: programs; kv heads times groups.
-    ``count`` tokens in all, ``tokens`` per batch row.
+    (the last entry of both is 0). THRESHOLDS: [HEADS, GROUPS, 2^BITS - 1], in units of scales. WEIGHTS: float [B, HEADS, S, D], by which
+    the scales are multiplied. GROUP: channels of a group; STORED: the dtype of scales. Grid: programs; kv heads times groups. ``count``
+    tokens in all, ``tokens`` per batch row.
     """
     group = tl.program_id(1)
     h, g = (group // GROUPS).to(tl.int64), group % GROUPS

@@ -1,7 +1,7 @@
 """Tables of levels and thresholds of one slot, of one attention, and of a whole model; frozen, compared by their contents.
 
 Both are in units of the stored scale, so that a group spans 0 to 2^bits - 1: uniform levels are then the integers, exact in float32,
-and ``level * scale + zero`` is what plain asymmetric codes decode to. The source's normalised units
+and ``level * scale + zero`` is what plain asymmetric codes decode to. The paper's normalised units
 (its Eqs. 2 to 4, where a group spans 0 to 1) are these divided by 2^bits - 1.
 """
 
@@ -20,12 +20,12 @@ from kvcompile.types import Role
 
 
 def uniform_levels(bits: int) -> torch.Tensor:
-    """Return the levels of plain asymmetric codes, float32 [2^bits], in units of scales (the source's Eq. 3)."""
+    """Return the levels of plain asymmetric codes, float32 [2^bits], in units of scales (the paper's Eq. 3)."""
     return torch.arange(2**bits, dtype=torch.float32, device="cpu")
 
 
 def uniform_thresholds(bits: int) -> torch.Tensor:
-    """Return the thresholds of plain asymmetric codes, float32 [2^bits - 1], in units of scales (the source's Eq. 4, adapted to ties).
+    """Return the thresholds of plain asymmetric codes, float32 [2^bits - 1], in units of scales (the paper's Eq. 4, adapted to ties).
 
     A value on a threshold gets the code above it, but rounding to nearest gives the even one: after an even code
     the threshold is the next float32 above the middle, so that codes equal ``round`` in every case.
@@ -37,7 +37,10 @@ def uniform_thresholds(bits: int) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Levels [K, D // group, 2^bits] and thresholds [K, D // group, 2^bits - 1] of one slot, float32 on the CPU, in units of scales."""
+    """Levels [K, D // group, 2^bits] and thresholds [K, D // group, 2^bits - 1] of one slot, float32 on the CPU, in units of scales.
+
+    Raises BadTables for other shapes or dtypes, NaN or Inf, and falling thresholds.
+    """
 
     levels: torch.Tensor
     thresholds: torch.Tensor
@@ -128,7 +131,7 @@ class ModelTables:
 
     @property
     def parameters(self) -> int:
-        """The number of levels and thresholds of all tables, the source's |phi| (its Appendix E)."""
+        """The number of levels and thresholds of all tables, the paper's |phi| (its Appendix E)."""
         tables = [table for site in self.sites.values() for table in (site.key, site.value)]
         return sum(table.levels.numel() + table.thresholds.numel() for table in tables)
 

@@ -37,7 +37,8 @@ def append_thresholds(
     """Encode ROWS tokens of one kv head of one batch row; write CODES, SCALES and ZEROS at the tokens' positions.
 
     Grid: blocks of ROWS tokens times kv heads, the heads first; batch rows. TABLE: the thresholds, [HEADS, D // GROUP, 2^BITS - 1], in
-    units of scales. A position outside of the planes makes their last row NaN.
+    units of scales. A position outside of the planes makes their last row NaN; with SKIP, a token at a negative one is left out. The other
+    names are as in ``append.rows``.
     """
     program, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     h = (program % HEADS).to(tl.int64)

@@ -78,7 +78,8 @@ def _code_values(
 ):
     """Encode float32 values [tokens, D] of one block by groups of channels; return the decoded values, float32 [tokens, D].
 
-    Written: CODES uint8 [tokens, D // PARTS], and SCALES and ZEROS [tokens, D // GROUP], all pointers to the block.
+    Written: CODES uint8 [tokens, D // PARTS], and SCALES and ZEROS [tokens, D // GROUP], all pointers to the block. A byte has PARTS codes
+    of BITS bits; GROUP: channels that share a scale; ULP, TINY: see ``rounded_up``.
     """
     codes, scale, zero = minmax_codes(
         tl.reshape(content, [TOKENS * (D // GROUP), GROUP, 1]), SCALES.dtype.element_ty, BITS, ULP, TINY
@@ -101,7 +102,8 @@ def _append_certified(
 
     Also written: CLOCK, the row's token count and origin; of the token's block, with zeros after the token, ORIGINALS, the two NOTES,
     CODES, SCALES and ZEROS (not if FULL: without codes), and with HAS_PLACES zeros to PLACES, as the scratch's copy is now outdated. A
-    token out of order becomes NaN. All planes are contiguous. See the module.
+    token out of order becomes NaN. ``program``: batch row and kv head, heads first; KEYS: the slot holds keys. The other names are as in
+    ``window_token``. All planes are contiguous. See the module.
     """
     b = (program // HEADS).to(tl.int64)
     h = (program % HEADS).to(tl.int64)

@@ -25,12 +25,11 @@ def ranked(disagree: torch.Tensor, entering: torch.Tensor) -> torch.Tensor:
 def rank_fails(
     coded: Masses, exact: Masses, delta: Deviations, known: torch.Tensor, tail: torch.Tensor, rank: int, agree: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Check the order of the leading blocks (theorem 7); return two flags [B, K, Q]: the order disagrees, and a tail block may belong to
-    them.
+    """Return two flags [B, K, Q] about the leading blocks (theorem 7): their order disagrees, and a tail block may belong to them.
 
-    The first flag: the ``rank`` leading blocks by codes are not those by full-precision keys (only with ``agree``). The second: a block of
-    the ``tail`` may have more mass than the least of those leading blocks. ``known``: blocks whose keys are exact, in the window or
-    promoted; ``exact`` has their masses. If the tail has no block of codes, the result does not depend on the order (equal masses are
+    The first flag: the ``rank`` leading blocks by codes are not those by full-precision keys (never set without ``agree``). The second: a
+    block of the ``tail`` may have more mass than the least of those leading blocks. ``known``: blocks whose keys are exact, in the window
+    or promoted; ``exact`` has their masses. If the tail has no block of codes, the result does not depend on the order (equal masses are
     ordered by rounding alone), and neither flag is set.
     """
     by_codes, by_originals = torch.where(known, coded.log, NONE), torch.where(known, exact.log, NONE)

@@ -75,7 +75,11 @@ def _tokens(
 def certified_step(
     rules: Certify, scheme: Certified, operands: AttendOperands[torch.Tensor], originals: Sequence[torch.Tensor], clock: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Attend over certified codes, with ``rules`` and ``scheme`` as objects; returns output, figures of the certificate, and counters."""
+    """Return (output, figures of the certificate, counters) of attention over certified codes, each [B, H, S, ...].
+
+    ``rules`` and ``scheme`` are given as objects, not as text. ``originals``: the planes of tier 2. ``clock``: its first element is the
+    number of the step. Raises Tier2Missing if ``originals`` have fewer pages than the codes.
+    """
     q, keys, sinks = operands.q, operands.keys, operands.sinks
     B, H, S, _ = q.shape
     K = keys[0].shape[2]

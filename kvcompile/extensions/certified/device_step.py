@@ -86,7 +86,8 @@ def certified_by_kernels(
     """Return output, figures and counters of ``definition.certified_step``, for operands that ``kernel_gap`` accepts.
 
     ``clock``: any dtype; its first element is the number of the step. The step is added to ``telemetry`` [1, B, K, 1, TELEMETRY].
-    ``launcher``: starts the kernels; None runs them immediately.
+    ``launcher``: starts the kernels; None runs them immediately. ``splits``: parts into which the tokens are divided; None for a number
+    chosen here. Raises Tier2Missing if ``originals`` have other pages than the codes.
     """
     for plane, what in zip(originals, ("full-precision keys", "full-precision values"), strict=True):
         pages, _, _, rows, _ = operands.keys[0].shape
@@ -269,9 +270,10 @@ class DeviceStep:
         self, scratch: tuple[torch.Tensor, torch.Tensor] | None, originals: torch.Tensor, asked: torch.Tensor,
         explored: torch.Tensor | None, half: str, clock: torch.Tensor, telemetry: torch.Tensor | None,
     ) -> Staged | None:
-        """Copy the blocks flagged in ``asked`` into the scratch of keys or of values, and return it; None without a scratch.
+        """Copy the blocks flagged in ``asked`` from ``originals`` into the scratch of keys or of values, in place; None without a scratch.
 
-        ``half``: "key" or "value".
+        Returns the scratch with each block's slot. ``explored``: blocks that are asked for only to check a certificate, which get no slot.
+        ``half``: "key" or "value". The step is counted in ``telemetry``, if any.
         """
         from kvcompile.extensions.certified.kernels.stage_blocks import stage_blocks
 

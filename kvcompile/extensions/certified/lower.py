@@ -22,7 +22,7 @@ WRITTEN = ("telemetry", "places", "scratch", "value_places", "value_scratch")
 
 
 def lower_certified_site(*args: Any, **kwargs: Any) -> Any:
-    """Lower a call of ``certified_site`` with the same operands; returns its result as an Inductor box.
+    """Add a call of ``certified_site`` with these operands to Inductor's graph, by kernels if they support it; return its result, a box.
 
     Logs the reason if a call on CUDA runs the eager body.
     """

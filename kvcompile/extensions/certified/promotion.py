@@ -4,7 +4,7 @@ All choices share one method, a budget over an order: blocks in descending order
 long as it and all after it sum to more than the budget. The unpromoted blocks are the longest tail of that order within the budget.
 
 Codes alone bound a block's share of the mass: exp(Delta_b) times its estimate, of a total in which every other block is lowered by its own
-Delta. Rung 1 makes ``tau_cov`` hold of these shares (the source inflates its estimates by exp(3 Delta) and doubles ``k_max`` instead), but
+Delta. Rung 1 makes ``tau_cov`` hold of these shares (the paper inflates its estimates by exp(3 Delta) and doubles ``k_max`` instead), but
 only if ``k_max`` times two to the ``widen`` blocks are enough: a head whose mass is spread over more gains nothing from some further
 blocks. The local rule for values uses these shares too, so that an unpromoted value adds at most ``v_tol`` for any exact masses.
 """
@@ -94,7 +94,9 @@ def promote_keys(
     coded: Masses, delta: Deviations, live: torch.Tensor, codes: torch.Tensor, notes: tuple[torch.Tensor, torch.Tensor],
     sinks: torch.Tensor | None, clock: torch.Tensor, policy: Certify, groups: int,
 ) -> Promoted:
-    """Choose the blocks to promote from int8 scores alone. ``codes``: visible encoded blocks; ``sinks``: a logit [B, K, Q] that takes mass.
+    """Return the blocks to promote, chosen from int8 scores alone.
+
+    ``codes``: visible encoded blocks; ``sinks``: a logit [B, K, Q] that takes mass.
 
     Blocks are promoted until the tail holds at most 1 - tau_cov of the estimated mass, at least k_min and at most k_max. Rung 1 promotes
     further ones, up to k_max * 2^widen, until the tail holds no more of the exact mass either, if that many are enough; and until the key
@@ -167,7 +169,7 @@ def promote_further_values(terms: torch.Tensor, promoted: torch.Tensor, policy: 
     """Return flags of blocks with promoted values: those ``promoted`` by the local rule, and further ones to meet the value budget.
 
     ``terms``: each block's term of the value bound [B, K, Q, N], by the masses after keys were promoted. The largest remaining ones are
-    promoted until the rest fits, so the budget holds for the reported bound; the source promotes by an estimate.
+    promoted until the rest fits, so the budget holds for the reported bound; the paper promotes by an estimate.
     """
     rest = torch.where(promoted, 0, terms)
     order = descending(rest)

@@ -8,9 +8,9 @@ Each block has notes: of keys kappa = max_t |k - decoded|_2 and mu = max_t |k|_2
 nu = max_t |v|_2, over originals and float32 decoded tokens, rounded up. The newest 16 tokens stay in full precision, so the incomplete
 block is always among them. The originals (tier 2: every token in full precision) are the last plane that grows.
 
-Differences from the source, and their reasons:
+Differences from the paper, and their reasons:
 
-* kappa and mu: the source has neither. With kappa Cauchy-Schwarz gives a smaller bound on a logit's error for most
+* kappa and mu: the paper has neither. With kappa Cauchy-Schwarz gives a smaller bound on a logit's error for most
   queries (bounds.py, theorem 1); mu bounds the rounding of the dot products. All notes take 1 byte per token and head.
 * The value's zero point is rounded down and its scale up, so that rounding never clips.
 * Tier 2 is in device memory, or with ``tier2=host`` in pinned host memory, which the same kernels read and write in place.
@@ -19,10 +19,10 @@ Differences from the source, and their reasons:
   to set n modulo the number of sets. The plane ``places`` holds each block's slot in its set plus one, and the step of its last use.
   Zero means not cached, and is part of a block's encoding: an append that writes a block's originals also writes the zero, so nothing else
   needs to invalidate the scratch.
-* ``values=full`` keeps values in full precision on the device, without codes: the source's int8 keys with full-precision
-  values. The source counts that as 75% of dense; with the keys' steps and zero points it is 87.7%, 449 of 512 bytes per token and head at
+* ``values=full`` keeps values in full precision on the device, without codes: the paper's int8 keys with full-precision
+  values. The paper counts that as 75% of dense; with the keys' steps and zero points it is 87.7%, 449 of 512 bytes per token and head at
   D = 128.
-* The radius includes the rounding of the quotient to float32 and the clipping that it causes; the source assumes none.
+* The radius includes the rounding of the quotient to float32 and the clipping that it causes; the paper assumes none.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def kernel_gap(operands: AttendOperands[torch.Tensor], scheme: Certified) -> str
 def _linear() -> tuple[float, float, float]:
     """Return (a, b, c) such that a key channel's decoding error, in kernels, is at most a * step + b * |zero point| + c.
 
-    They are the coefficients of ``bounds.RADIUS``, moved outwards for rounding.
+    They are the coefficients of ``bounds.RADIUS``, raised by the rounding error of evaluating it.
     """
     expression, outward = sympy.expand(bounds.RADIUS.expression), 1 + slack(bounds.RADIUS)
     parts = [expression.coeff(bounds.STEP), expression.coeff(bounds.ZERO), expression.subs({bounds.STEP: 0, bounds.ZERO: 0})]

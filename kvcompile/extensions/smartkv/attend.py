@@ -83,7 +83,7 @@ class _Averages:
         rows = as_tokens(importance)[:, 0]
         measured = heads[0, :, :, 0, 0].clone()
         plain, by_heads = (rows * scheme.decay**count).unbind(-1)
-        # A head without a measure yet has weight 1, as in the source.
+        # A head without a measure yet has weight 1, as in the paper.
         measured = torch.where(measured == 0, torch.ones_like(measured), measured)
         return _Averages(scheme, plain.clone(), by_heads.clone(), measured, torch.zeros_like(plain, dtype=torch.bool), count)
 
@@ -114,7 +114,7 @@ class _Averages:
         self.seen[:, :held] |= visible.any(1)
 
     def _heads(self, head: int, measure_BS: torch.Tensor) -> torch.Tensor:
-        """Update one kv head's average by the measures of some queries; returns its value after each query, [B, S]."""
+        """Update the average of kv head ``head`` in place by the measures of S queries; return its value after each of them, [B, S]."""
         decay, count = self.scheme.head_decay, measure_BS.shape[1]
         number = torch.arange(count, device=measure_BS.device)
         apart = number[:, None] - number[None, :]

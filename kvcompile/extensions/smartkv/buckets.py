@@ -242,7 +242,7 @@ class Buckets:
         return {bits: number for bits, number in sorted(found.items()) if number}
 
     def plain(self, coded: coder.Coded, bits: int, row: int, heads: slice = slice(None)) -> torch.Tensor:
-        """Return the decoded values, float32 [K, n, D], of codes of ``bits`` bits that belong to some heads of a batch row.
+        """Return the decoded values, float32 [K, n, D], of ``coded``, codes and scales of ``bits`` bits of ``heads`` of batch row ``row``.
 
         Codes narrower than 8 bits of rotated keys are rotated back, and the keys' mean is added.
         """
@@ -252,13 +252,16 @@ class Buckets:
         return coder.turned(found) + self.mean[0, row, heads].to(torch.float32)
 
     def narrowed(self, coded: coder.Coded, bits: int, to: int, row: int) -> coder.Coded:
-        """Re-encode codes [K, n, bytes] of all heads of a batch row from ``bits`` to ``to`` bits; returns the new codes and scales."""
+        """Return ``coded``, codes [K, n, bytes] and scales of all heads of batch row ``row``, encoded anew: from ``bits`` to ``to`` bits.
+
+        Raises ValueError unless ``to`` is smaller, except for entering tokens of keys in a frame with a mean.
+        """
         if self.mean is None or bits != ENTERING:
             return coder.narrower(coded, bits, to, self.form.frame)
         return self.coded(coder.decode(coded, bits), to, row)
 
     def coded(self, x: torch.Tensor, bits: int, row: int) -> coder.Coded:
-        """Encode values [K, n, D] of all heads of a batch row at ``bits`` bits; returns codes and scales."""
+        """Return the codes and scales at ``bits`` bits of ``x``, values [K, n, D] of all heads of batch row ``row``."""
         if self.mean is not None and bits != ENTERING:
             x = coder.turned(x - self.mean[0, row].to(torch.float32))
         return coder.encode(x, bits, self.scales.dtype, self.form.frame)
@@ -336,7 +339,7 @@ def levels(slot_buckets: Buckets, count: int) -> torch.Tensor:
 
 
 def empty(slot_buckets: Buckets, pages: int) -> Planes:
-    """Return zeroed planes for ``pages`` pages of entering tokens."""
+    """Return zeroed planes for ``pages`` pages of entering tokens, of the kinds in ``Buckets.growing``."""
     return tuple(plane.new_zeros(pages, *plane.shape[1:]) for plane in slot_buckets.growing)
 
 
@@ -376,7 +379,7 @@ def made(slot_buckets: Buckets, ends: torch.Tensor, first: torch.Tensor, room: P
 
 
 def cut(slot_buckets: Buckets, count: int) -> Buckets:
-    """Return the slot with its first ``count`` tokens only, codes unchanged. Waits for the device."""
+    """Return the slot with its first ``count`` tokens only, its codes and scales unchanged. Waits for the device."""
     if count >= int(slot_buckets.first):
         return slot_buckets
     picked = [(part, (part.position < count).nonzero().flatten()) for part in slot_buckets.parts]
@@ -388,7 +391,7 @@ def cut(slot_buckets: Buckets, count: int) -> Buckets:
 
 
 def of_rows(slot_buckets: Buckets, rows: torch.Tensor) -> Buckets:
-    """Return the slot with only the batch rows ``rows``, in that order, codes unchanged. Waits for the device."""
+    """Return the slot with only the batch rows ``rows``, in that order, codes and scales unchanged. Waits for the device."""
     number = len(slot_buckets.widths)
     picked = [
         [(part, torch.arange(part.scales.shape[1], device=rows.device)) for part in slot_buckets.parts[row * number : (row + 1) * number]]

@@ -27,7 +27,10 @@ DENSE_BYTES = 2 * HEADS * HEAD_DIM * 2
 
 @dataclass(frozen=True)
 class KeyValueWidths:
-    """The widths that keys and values may have, both ascending. They are separate since a key's error goes through the softmax."""
+    """The widths that keys and values may have, both ascending. They are separate since a key's error goes through the softmax.
+
+    Raises BadOption unless each is an ascending choice of ``WIDTHS``.
+    """
 
     keys: tuple[int, ...] = WIDTHS
     values: tuple[int, ...] = WIDTHS

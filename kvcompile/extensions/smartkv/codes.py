@@ -2,9 +2,9 @@
 
 Eight bits, for entering tokens: scale = amax / 127, code = clamp(rne(x / scale), -128, 127), two's complement, channel after channel. As in
 ``symmetric``: the stored scale is rounded up and codes are computed with the stored scale, the least scale is the smallest positive number
-of its dtype (the source's 1e-8 underflows float16), and NaN or Inf make the scale NaN.
+of its dtype (the paper's 1e-8 underflows float16), and NaN or Inf make the scale NaN.
 
-Narrow codes differ from the source's in their scale, unless ``Frame.SOURCE`` selects it: there it is amax / (2^(b-1) - 1), so the
+Narrow codes differ from the paper's in their scale, unless ``Frame.SOURCE`` selects it: there it is amax / (2^(b-1) - 1), so the
 code -2^(b-1) is never used, and 2 bits have only three levels. Here the scale has the sign that maps the channel of largest
 magnitude to -2^(b-1), and all levels are used; on the other side a channel may be clipped by at most one step.
 
@@ -76,7 +76,7 @@ def parts_of(bits: int, head_dim: int) -> tuple[int, ...]:
 
 
 def encode(x: torch.Tensor, bits: int, scale_dtype: torch.dtype = torch.float16, frame: Frame = Frame.TURNED) -> Coded:
-    """Encode tokens ``x`` [..., D] at ``bits`` bits per channel; returns the packed codes and each token's scale. 8 must divide D.
+    """Return (packed codes, each token's scale) of tokens ``x`` [..., D] at ``bits`` bits per channel; 8 must divide D.
 
     A scale follows from the token's largest magnitude. Codes of fewer than 8 bits in Frame.TURNED have a scale with a sign
     (``_signed_scale``), all others a positive one.
@@ -102,7 +102,7 @@ def decode(coded: Coded, bits: int) -> torch.Tensor:
 
 
 def narrower(coded: Coded, bits: int, to: int, frame: Frame = Frame.TURNED) -> Coded:
-    """Re-encode codes of ``bits`` bits at ``to`` bits; returns codes and scales. Raises ValueError unless ``to`` is smaller."""
+    """Return ``coded``, codes and scales of ``bits`` bits, encoded anew at ``to`` bits. Raises ValueError unless ``to`` is smaller."""
     if to >= bits:
         raise ValueError(f"codes of {bits} bits cannot become codes of {to}: more bits need the full-precision values, not the codes")
     return encode(decode(coded, bits), to, coded[1].dtype, frame)
@@ -121,7 +121,7 @@ def _signed_scale(x: torch.Tensor, half: int, dtype: torch.dtype) -> torch.Tenso
 
 
 def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack codes that are raised by 2^(b-1), int32 [..., 8, c], into bytes [..., c * bits]."""
+    """Return codes raised by 2^(b-1), int32 [..., 8, c], packed into bytes [..., c * bits]; b is ``bits``."""
     if bits == 3:
         run = codes.unbind(-2)
         words = run[0] | (run[1] << 3) | (run[2] << 6) | (run[3] << 9) | (run[4] << 12) | ((run[7] >> 2) << 15)

@@ -3,14 +3,14 @@
 Axes: R batch rows, H query heads, T tokens, L layers. ``keep`` [R, T] marks present tokens: padding and unwritten slots have no importance
 and do not count in any mean.
 
-Differences from the source, and their reasons:
+Differences from the paper, and their reasons:
 
-* The source's head weights (4.2) are the mean of a softmax row over the tokens, 1 / T for every head, and so weigh nothing. Here a head's
+* The paper's head weights (4.2) are the mean of a softmax row over the tokens, 1 / T for every head, and so weigh nothing. Here a head's
   measure differs between heads (``Measure``); the mean stays as an option, to show that.
-* The source adds 0.7 of a quantity of mean 1 to 0.3 of one of mean 1 / T. Here both are scaled to mean 1 first.
+* The paper adds 0.7 of a quantity of mean 1 to 0.3 of one of mean 1 / T. Here both are scaled to mean 1 first.
 * "The last step that a token was seen at" is every step, since all tokens are attended to. Here a token's age counts from its first step.
 * A moving average that begins at zero is small for a young token, however much attention it receives. ``unbiased`` divides by the sum of
-  its steps' weights; the default, as in the source, does not.
+  its steps' weights; the default, as in the paper, does not.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ class Measure(enum.Enum):
 
 
 def head_measure(weights_RHT: torch.Tensor, measure: Measure, keep_RT: torch.Tensor | None = None, sinks: int = 4) -> torch.Tensor:
-    """Return each head's measure, float32 [R, H], from softmax weights [R, H, T]; larger for heads that distinguish tokens more.
+    """Return each head's measure, float32 [R, H], from softmax weights [R, H, T].
 
-    ``PEAK``: the largest weight. ``ENTROPY``: 1 minus the entropy relative to that of equal weights. ``OFF_SINKS``: the total weight of all
-    present tokens but the first ``sinks``. ``MEAN``: the source's measure, equal for all heads. ``keep`` None: all tokens are present.
+    ``PEAK``: the largest weight. ``ENTROPY``: 1 minus the entropy relative to that of equal weights. Both are larger for heads that
+    distinguish tokens more. ``OFF_SINKS``: the total weight of all present tokens but the first ``sinks``. ``MEAN``: the paper's measure,
+    equal for all heads. ``keep`` None: all tokens are present.
     """
     weights = weights_RHT.to(torch.float32)
     keep = torch.ones_like(weights[:, 0], dtype=torch.bool) if keep_RT is None else keep_RT

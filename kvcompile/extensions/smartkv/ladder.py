@@ -2,7 +2,7 @@
 
 Keys and values of a token share one importance, so the widenings of all tokens come in the same order: by utility per bit and unit of
 importance (section 5.1). A token climbs in that order. One number, its level, therefore describes a token, and keys and values of one level
-are stored in the same order. The source's heap may widen a token's keys after a step of its values did not fit, or the reverse; here the
+are stored in the same order. The paper's heap may widen a token's keys after a step of its values did not fit, or the reverse; here the
 token stops at its level. The loss is below the utility of one step of one token.
 """
 
@@ -17,7 +17,7 @@ from kvcompile.extensions.smartkv.budget import Cost, KeyValueWidths
 @dataclass(frozen=True)
 class LevelPreference:
     """Parameters of the worth of raising a token by one level: ``alpha``, the exponent of the utility U(bits) = bits^alpha; ``floor``, the
-    least importance that counts; the weights of ``keys`` and of ``values`` (section 10.6 of the source).
+    least importance that counts; the weights of ``keys`` and of ``values`` (section 10.6 of the paper).
     """
 
     alpha: float = 0.5

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 def lower_smartkv(*args: Any, **kwargs: Any) -> Any:
-    """Lower a call of ``smartkv_attend`` with the same operands; returns its result as an Inductor box.
+    """Add a call of ``smartkv_attend`` with these operands to Inductor's graph, by kernels if they support it; return its result, a box.
 
     Logs the reason if a call on CUDA runs the eager body.
     """

@@ -198,8 +198,9 @@ class Decision:
 
 
 def decided(scheme: Rules, layers: Sequence[LayerBuckets], slot: SlotSpec, importance_LBTw: torch.Tensor) -> Decision:
-    """Decide the levels of tokens of several layers from their importance, float32 [L, B, T, 3] (``of_layers``). Does not wait for the
-    device.
+    """Return the new levels of the tokens of ``layers``, decided from their importance, float32 [L, B, T, 3] (``of_layers``).
+
+    Does not wait for the device.
     """
     rows, count = importance_LBTw.shape[1:3]
     together = max(1, TOGETHER // (rows * count))
@@ -210,7 +211,7 @@ def decided(scheme: Rules, layers: Sequence[LayerBuckets], slot: SlotSpec, impor
 
 
 def _decide_batch(scheme: Rules, layers: Sequence[LayerBuckets], slot: SlotSpec, importance_LBTw: torch.Tensor) -> _BatchDecision:
-    """Decide the levels of tokens of several layers in one batch, from their importance, float32 [L, B, T, 3]."""
+    """Return the new levels of the tokens of ``layers``, decided in one batch from their importance, float32 [L, B, T, 3]."""
     terms, levels, rows, count = scheme.terms(slot), scheme.levels, *importance_LBTw.shape[1:3]
     plain, weighted, _ = importance_LBTw.flatten(0, 1).unbind(-1)
     device, top = plain.device, levels.top
@@ -261,9 +262,10 @@ def _decide_batch(scheme: Rules, layers: Sequence[LayerBuckets], slot: SlotSpec,
 
 
 def moved(scheme: Rules, layer: LayerBuckets, slot: SlotSpec, decision: Decision, number: int, held: int) -> Reallocated:
-    """Rebuild a layer's planes for its new widths. ``number``: its index in the decision; ``held``: tokens stored by now.
+    """Return a layer's planes, rebuilt for the levels that ``decision`` chose, and the numbers of changed, refused and promoted tokens.
 
-    Reuses planes that are large enough and within the budget. Waits for the decision.
+    ``number``: the layer's index in the decision; ``held``: tokens stored by now. Reuses planes that are large enough and within the
+    budget. The layer's statistics and, at its first reallocation, the keys' mean are written in place. Waits for the decision.
     """
     some, at = decision.some[number // decision.together], number % decision.together
     changed, promoted, refused, *rest = some.numbers.numbers[at]

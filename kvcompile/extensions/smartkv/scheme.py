@@ -6,18 +6,18 @@ its tokens' bytes in 16 bits. All stored bytes count: codes, scales, positions, 
 that enter before the next decision. With few tokens, those pages and the protected tokens alone exceed the budget: fewer than ``EXEMPT``
 tokens then keep 8 bits, more get the least widths.
 
-Options by the source's sections: 3.2 ``decay``; 3.3 ``scope``; 4.1 ``recency``, 0 for none; 4.2 ``head_decay``, ``head_share``,
+Options by the paper's sections: 3.2 ``decay``; 3.3 ``scope``; 4.1 ``recency``, 0 for none; 4.2 ``head_decay``, ``head_share``,
 ``measure``; 4.3 ``protect_first``, ``protect_last``; 5.1 ``alpha``, ``floor``, ``moved``, ``checks``, ``costs``; 5.2 ``interval``, ``tau``,
 ``drift``; 6.1 and 9.1 ``keys`` and ``values``, the widths of each; 10.1 ``later`` from ``threshold`` tokens on in place of ``budget``; 10.2
 ``layer_weights`` by layer; 10.6 ``key_weight`` and ``value_weight``, for single layers by a policy of several schemes.
 
-Differences from the source, besides those listed in ``importance``, ``hysteresis`` and ``allocation``:
+Differences from the paper, besides those listed in ``importance``, ``hysteresis`` and ``allocation``:
 
 * Every query is a step of the moving averages, so a prompt gives the same averages in pieces and in one call.
 * Heads are weighted by kv head: a token's keys and values serve all queries of a group. The weight is not divided by its mean over heads,
   as the mixture scales both importances to mean 1 anyway.
 * Each layer has its own importance unless ``scope`` is model.
-* Codes use all of their levels, and narrow keys are encoded in a frame of their own (``codes``); ``frame=source`` encodes as the source.
+* Codes use all of their levels, and narrow keys are encoded in a frame of their own (``codes``); ``frame=source`` encodes as the paper.
 * Keys and values of a token widen in one fixed order (``ladder``).
 * Codes cannot be widened, so promotions are refused and counted, unless ``tier2`` keeps each token's full-precision copy: on the
   ``device``, or on the ``host`` in pinned memory, which a move reads in place. All codes that a token gets later are then made from that
@@ -328,7 +328,7 @@ class Smartkv(Adaptive):
     # --- stored planes ---------------------------------------------------------------------------
 
     def _split(self, planes: Planes) -> tuple[Buckets, KeyStatistics | None]:
-        """Split a slot's planes into its buckets and, for keys, the statistics stored with them; None in place of statistics for values."""
+        """Return a slot's planes as its buckets and, for keys, the statistics stored with them; None in place of statistics for values."""
         slot_buckets = Buckets.of(planes, self.form)
         rest = planes[len(slot_buckets.planes) :]
         return slot_buckets, KeyStatistics(*rest) if rest else None

@@ -17,7 +17,7 @@ DEFAULTS: dict[str, Any] = {"rank": 20, "subblock": 32, "rotate": "none", "queri
 
 
 def respelled(options: Mapping[str, object]) -> Mapping[str, object]:
-    """Return a text's or pickle's options with this version's names; one with ``normalise`` gets ``unit`` and the former defaults."""
+    """Return the options of a text or pickle by this version's names; options with ``normalise`` get ``unit`` and the former defaults."""
     if MARK not in options:
         return options
     kept = {name: value for name, value in options.items() if name != MARK}

@@ -25,7 +25,7 @@ plane from one that was never calibrated."""
 
 
 def split(real_RS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split each row's real queries: return a mask [R, S] of the queries to learn feedback from, and one of the last, for the guard."""
+    """Return two masks [R, S] of each row's real queries: those from which to learn feedback, and the last ones, for the guard."""
     order, count = real_RS.cumsum(-1) - 1, real_RS.sum(-1, keepdim=True)
     learned = order < count - (count + HELD_OUT - 1) // HELD_OUT
     return real_RS & learned, real_RS & ~learned

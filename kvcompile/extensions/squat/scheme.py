@@ -4,20 +4,20 @@ Values as ``kivi``. Keys per channel as ``kivi``, but ``subblock`` channels at a
 back into the others, so that the whole error stays close to orthogonal to the subspace that the prompt's queries
 span. A later query of that subspace then scores a quantized key nearly as the original.
 
-* The source takes a few leading directions of q q^T, unrotated keys and at most four sub-blocks. The default here takes the whole q q^T,
+* The paper takes a few leading directions of q q^T, unrotated keys and at most four sub-blocks. The default here takes the whole q q^T,
   which is the mean square of a score's error, in sub-blocks of eight, since the errors of the last one are not made up for; and
   rotates keys, so that no channel has the most energy, least of all the last ones, where slow pairs of RoPE are (docs/ACCURACY.md).
-* The source's lam multiplies squared singular values, so its strength grows with the prompt and with the model's scale. ``unit=diagonal``
+* The paper's lam multiplies squared singular values, so its strength grows with the prompt and with the model's scale. ``unit=diagonal``
   divides q q^T by its mean diagonal: lam then weighs a score's error against that of a channel for any prompt and model. ``unit=queries``
-  divides by the number of queries alone. ``Squat.paper()`` is the source's setting.
+  divides by the number of queries alone. ``Squat.paper()`` is the paper's setting.
 * ``guard``: a head whose scores would be off by more than without error feedback keeps none (``guard.py``); it is ``kivi`` there.
-* A store keeps the products B_t H_t of the source (``subspace.moves``), in one plane of D x D per
+* A store keeps the products B_t H_t of the paper (``subspace.moves``), in one plane of D x D per
   head, rather than P, its inverse and every A_t: encoding needs nothing else, and it takes a quarter of their size at two
   sub-blocks and less at more. A plane of zeros feeds nothing back: lam = 0, plain ``kivi``. A store that never saw a query
   (a cache that other code filled) is therefore no special case.
 * NaN or Inf in a group is not fed back, and queries that are not finite are ignored: neither may reach other channels.
-* With ``pre_rope`` (the source's SQuat-pre) a stored key meets a query rotated by its distance from the key.
-  The subspace is that of queries before RoPE, as in the source: up to that rotation it is the same at every distance, while
+* With ``pre_rope`` (the paper's SQuat-pre) a stored key meets a query rotated by its distance from the key.
+  The subspace is that of queries before RoPE, as in the paper: up to that rotation it is the same at every distance, while
   queries after RoPE are rotated by their position in the prompt (``queries=post``). ``queries=distances`` averages q q^T before RoPE over
   the distances at which keys are read (``subspace.over_distances``), which alone gained nothing (docs/ACCURACY.md).
 * Every write encodes full-precision keys, so a block's codes depend only on its own tokens and the plane.
@@ -72,7 +72,7 @@ class Unit(enum.Enum):
 
 LARGEST_LAM = 1e6
 STRONG_LAM = 1e-2
-"""Above this the source's form, without a unit, only did harm in its own ablation (its Table 3)."""
+"""Above this the paper's form, without a unit, only did harm in its own ablation (its Table 3)."""
 
 
 def _changes(scheme: Scheme) -> dict[str, object]:
@@ -137,12 +137,15 @@ class Squat(Kivi):
 
     @classmethod
     def paper(cls, **options: Any) -> Squat:
-        """Return the source's setting: lam 1e-3 without a unit, five directions, 64 channels at a time, no rotation and no guard."""
+        """Return the paper's setting: lam 1e-3 without a unit, five directions, 64 channels at a time, no rotation and no guard."""
         return cls(**{**PAPER, "unit": Unit.NONE, "rotate": Rotate.NONE, "queries": Queries.PRE, "guard": False, **options})
 
     @classmethod
     def longbench(cls, model: str, pre_rope: bool = False, **options: Any) -> Squat:
-        """Return the source's LongBench setting for one of its models: ``llama-2-7b``, ``llama-3.1-8b`` or ``mistral-7b``."""
+        """Return the paper's LongBench setting for ``model``: ``llama-2-7b``, ``llama-3.1-8b`` or ``mistral-7b``.
+
+        ``pre_rope``: that of SQuat-pre. ``options`` replace the setting's. Raises BadOption for another model.
+        """
         known = sorted({name for name, _ in LONGBENCH})
         require(model in known, cls.name, "longbench", f"one of {', '.join(known)}", model, "Squat.paper() has the paper's other setting")
         return cls.paper(**{**LONGBENCH[model, pre_rope], "pre_rope": pre_rope, **options})

@@ -32,7 +32,10 @@ class ScaleExtent(enum.Enum):
 
 @dataclass(frozen=True, eq=False)
 class Scales:
-    """The scales of one slot, float32 on the CPU: [1] for all kv heads, or [K]."""
+    """The scales of one slot, float32 on the CPU: [1] for all kv heads, or [K].
+
+    Raises BadScales for other tensors, and for scales outside of LEAST_SCALE to MOST_SCALE.
+    """
 
     values: torch.Tensor
 
@@ -58,11 +61,11 @@ class Scales:
 
     @property
     def extent(self) -> ScaleExtent:
-        """Whether one scale covers the whole slot or one kv head of it."""
+        """The extent of each scale: the whole slot, or one kv head of it."""
         return ScaleExtent.TENSOR if self.values.numel() == 1 else ScaleExtent.HEAD
 
     def fits(self, heads: int) -> bool:
-        """Return whether these can be the scales of a slot with this number of kv heads."""
+        """Return whether the scales suit a slot with ``heads`` kv heads: one for all of them, or one for each."""
         return self.values.numel() in {1, heads}
 
 

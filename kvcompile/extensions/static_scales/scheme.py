@@ -140,7 +140,7 @@ class Calibrated(Windowed):
         raise NotImplementedError
 
     def pack(self, scaled: torch.Tensor, finite: torch.Tensor) -> torch.Tensor:
-        """Return the codes of x / scale, float32; the code of NaN unless ``finite``."""
+        """Return the codes of ``scaled``, values in units of scales, float32; the code of NaN unless ``finite``."""
         raise NotImplementedError
 
     def rounding(self, scale: sympy.Expr) -> sympy.Expr:

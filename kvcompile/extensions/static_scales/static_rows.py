@@ -36,7 +36,8 @@ def append_static(
     """Encode ROWS tokens of one kv head of one batch row by the head's entry in SCALES; write CODES at the tokens' positions.
 
     Grid: blocks of ROWS tokens times kv heads, the heads first; batch rows. COLUMNS: D rounded up to a power of two. A position outside of
-    the planes makes their last row NaN.
+    the planes makes their last row NaN; with SKIP, a token at a negative one is left out. QMAX: the largest code; E4M3: see
+    ``symmetric_codes``. The other names are as in ``append.rows``.
     """
     program, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     h = (program % HEADS).to(tl.int64)

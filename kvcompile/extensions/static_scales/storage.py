@@ -26,7 +26,10 @@ FILE = ModelFile(
 
 
 def save_scales(scheme: Calibrated, path: str | Path, extra: Mapping[str, str] | None = None) -> None:
-    """Write a measured scheme's scales, without its window; ``extra``: more metadata. The file appears whole or not at all."""
+    """Write the scales of a measured scheme to the file ``path``; the option ``window`` is not saved. ``extra``: more metadata.
+
+    The file appears whole or not at all. Raises BadScales for a scheme without the scales of a model.
+    """
     if not isinstance(scheme.scales, ModelScales):
         raise BadScales(
             expected="a scheme with the scales of a model", found=scheme.spec(),

@@ -24,6 +24,9 @@ class NextToken:
 
     A batch is ids int64 [B, S], or a mapping with ``input_ids`` and optionally ``loss_mask`` [B, S]: False for a token that is not a
     target (a chat prefix, padding). The first token is never a target.
+
+    A call takes (run, batch) and returns (sum of losses in nats, number of targets). It raises BadBatch for a batch of another form, and
+    for a model whose result is not logits [B, S, vocabulary].
     """
 
     def __init__(self, model: torch.nn.Module) -> None:

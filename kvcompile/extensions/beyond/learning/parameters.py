@@ -41,7 +41,7 @@ class SlotParameters:
         return Table(self.levels.detach().cpu().clone(), self.thresholds.detach().cpu().clone())
 
     def load(self, table: Table) -> None:
-        """Copy a table's contents into the parameters."""
+        """Copy the contents of ``table`` into the parameters, in place."""
         with torch.no_grad():
             self.levels.copy_(table.levels)
             self.thresholds.copy_(table.thresholds)
@@ -80,11 +80,11 @@ class Parameters:
         return list(dict.fromkeys(path for path, _ in self.slots))
 
     def tables(self, fingerprint: str) -> ModelTables:
-        """Return the tables of the whole model."""
+        """Return the tables of the whole model, copied from the parameters; ``fingerprint``: the model's."""
         sites = {path: SiteTables(*(self.slots[path, role].table() for role in (Role.KEY, Role.VALUE))) for path in self.paths}
         return ModelTables(sites, fingerprint, self.scheme.group)
 
     def load(self, tables: ModelTables) -> None:
-        """Copy the contents of a model's tables into the parameters."""
+        """Copy the contents of a model's ``tables`` into the parameters, in place."""
         for (path, role), slot in self.slots.items():
             slot.load(tables.for_module(path).for_role(role))

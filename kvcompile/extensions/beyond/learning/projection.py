@@ -1,4 +1,4 @@
-"""Projection of thresholds back into order after a step: the nearest point of the feasible set (the source's Appendix F.2)."""
+"""Projection of thresholds back into order after a step: the nearest point of the feasible set (the paper's Appendix F.2)."""
 
 from __future__ import annotations
 

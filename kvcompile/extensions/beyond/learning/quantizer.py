@@ -1,4 +1,4 @@
-"""The hard quantizer of one slot's new tokens with the source's pseudo-gradients ("Beyond", section 3.2), as an autograd function.
+"""The hard quantizer of one slot's new tokens with the paper's pseudo-gradients ("Beyond", section 3.2), as an autograd function.
 
 Forward: exactly the tokens that a store of the scheme would return, with minimum and step rounded to 16 bits alike. Backward, with
 u = dL / d(value) times the group's scale, the gradient by the value in units of scales, and window w:

@@ -45,7 +45,11 @@ class Progress:
 
 
 class RunFolder:
-    """The folder of one run. ``config``: settings that a resumed run must share; ``writes`` False: the folder is only read."""
+    """The folder of one run; making one creates the folder and writes ``config.json``, or, to resume, reads and checks it.
+
+    ``config``: settings that a resumed run must share; ``writes`` False: the folder is only read. Raises BadRun if the folder holds a run
+    and ``resume`` is False, or if it holds none with these settings and ``resume`` is True.
+    """
 
     def __init__(self, folder: Path, config: dict[str, Any], resume: bool, writes: bool = True) -> None:
         self.folder, self.config, self.writes = folder, config, writes
@@ -75,14 +79,14 @@ class RunFolder:
             )
 
     def log(self, **line: Any) -> None:
-        """Add a line to the log."""
+        """Add the fields ``line`` to the log, as a line of JSON. Does nothing in a folder that is only read, as all methods that write."""
         if not self.writes:
             return
         with (self.folder / "log.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
 
     def keep_best(self, scheme: Beyond) -> None:
-        """Write the best tables to the folder."""
+        """Write the tables of ``scheme``, the best so far, to the folder."""
         if not self.writes:
             return
         save_tables(scheme, self.folder / "best.safetensors")
@@ -90,7 +94,7 @@ class RunFolder:
     # --- checkpoints -----------------------------------------------------------------------------
 
     def save(self, trainer: Trainer, progress: Progress, best: Beyond) -> None:
-        """Write a checkpoint, whole or not at all, and the best tables."""
+        """Write a checkpoint of ``trainer`` and ``progress``, whole or not at all, and the tables of ``best``."""
         from safetensors.torch import save_file
 
         if not self.writes:
@@ -135,7 +139,7 @@ class RunFolder:
     # --- pictures --------------------------------------------------------------------------------
 
     def draw(self, progress: Progress, scheme: Beyond) -> None:
-        """Draw the loss and the learned levels, if matplotlib is installed."""
+        """Draw the losses of ``progress`` and the levels of ``scheme`` into the folder; nothing without matplotlib."""
         if not self.writes or importlib.util.find_spec("matplotlib") is None:
             return
         from kvcompile.extensions.beyond.learning.pictures import draw_levels, draw_loss
@@ -153,7 +157,10 @@ def _named(parameters: Parameters) -> dict[str, torch.Tensor]:
 
 
 def _declared(named: dict[str, torch.Tensor], names: frozenset[str]) -> dict[str, Entry]:
-    """Declare the learned tensors, and Adam's state for each tensor that has a step count in the file."""
+    """Return what a checkpoint must hold, by name: the learned tensors ``named``, and Adam's state for each whose step count is stored.
+
+    ``names``: the tensors in the file.
+    """
     found = {name: Entry(tuple(tensor.shape), tensor.dtype, rising=name.endswith("thresholds")) for name, tensor in named.items()}
     for name, tensor in named.items():
         if f"adam.{name}.step" in names:

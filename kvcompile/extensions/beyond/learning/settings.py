@@ -1,4 +1,4 @@
-"""The settings of learning; the defaults are the source's (its Table 1), with windows and rates in units where a group spans 0 to 1."""
+"""The settings of learning; the defaults are the paper's (its Table 1), with windows and rates in units where a group spans 0 to 1."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ class LearnSettings:
     ``rate``            Adam's learning rate at the first step
     ``window``          the distance from a threshold within which values move it
     ``validate_every``  steps between validations;  ``patience``: consecutive rising validations that end learning
-    ``levels``, ``thresholds``, ``half_wave``   False for the source's ablations
+    ``levels``, ``thresholds``, ``half_wave``   False for the paper's ablations
     ``margin``          least distance of thresholds, in the units of ``window``
     ``compared``        whether to compare training with serving first, if the model can make a cache
     ``memory_budget``   share of activations that Inductor keeps for the backward pass; below 1 it recomputes the others
+
+    Raises BadLearnSetting for a number outside of its range.
     """
 
     steps: int = 500

@@ -1,4 +1,4 @@
-"""Text as batches to learn from: sequences of one length after a prefix that is context and no target (the source's Appendix A)."""
+"""Text as batches to learn from: sequences of one length after a prefix that is context and no target (the paper's Appendix A)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The trainer: one optimizer step from pieces of a batch, validation, and the current tables; no files, no printing.
 
 Adam and the window are in units where a group spans 0 to 1; parameters are in units of scales, where it spans c = 2^bits - 1. Except for
-its epsilon, Adam's update does not depend on the unit of a gradient, so rate times c and epsilon over c give the source's optimizer
+its epsilon, Adam's update does not depend on the unit of a gradient, so rate times c and epsilon over c give the paper's optimizer
 exactly.
 """
 
@@ -50,8 +50,9 @@ class Trainer:
     # --- parameters ------------------------------------------------------------------------------
 
     def meet(self, batch: Any) -> None:
-        """Find the model's attentions by running a batch; make their parameters and Adam's state. Raises
-        NothingToLearn if there are none.
+        """Run ``batch`` to find the model's attentions; make their parameters and Adam's state.
+
+        Raises NothingToLearn if there are no attentions, and any error of kvcompile that Dynamo has wrapped.
         """
         try:
             with torch.no_grad(), many_versions(MOST_GRAPHS):
@@ -78,7 +79,7 @@ class Trainer:
         return levels + ([slot.thresholds for slot in slots] if settings.thresholds else [])
 
     def tables(self, fingerprint: str) -> Beyond:
-        """Return the scheme with the current tables."""
+        """Return the scheme with the current tables, trained; ``fingerprint``: the model's."""
         made = self.parameters.tables(fingerprint)
         return dataclasses.replace(self.scheme, trained=True, tables=made)
 

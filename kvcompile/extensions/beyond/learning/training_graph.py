@@ -63,7 +63,7 @@ class TrainingBackend:
         return run
 
     def quantized(self, captured: Captured) -> tuple[fx.GraphModule, list[SlotParameters]]:
-        """Return the graph with quantizers, and the parameters that are its last inputs, four of each."""
+        """Return a copy of the graph with quantizers, and the parameters that are its last inputs, four of each; keeps the refusals."""
         found = find(captured)
         self.refusals += found.refusals
         graph = fx.Graph()

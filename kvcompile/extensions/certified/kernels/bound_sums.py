@@ -48,8 +48,9 @@ the number of blocks whose values are promoted; the largest nu + eta."""
 
 @triton.jit
 def sees(n, AT, r, blocks, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr):
-    """Return two flags for each block n of row r: the row sees a token of the block; it does, and the block has tokens
-    before the window.
+    """Return two flags for each block ``n`` of row ``r``: the row sees a token of it; also, the block has tokens before the window.
+
+    AT and ``blocks``: see ``certified``.
     """
     at = AT + r // (G * S * K) * (2 * S + 1)
     live = (n < blocks) & (n * 16 <= tl.load(at + r % S)) & (n * 16 + 16 > tl.load(at + S + r % S))
@@ -58,7 +59,10 @@ def sees(n, AT, r, blocks, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr):
 
 @triton.jit
 def masses(PEAK, WEIGHT, EXACT_PEAK, EXACT_WEIGHT, at, live, exact):
-    """Load (peak, weight) of blocks by codes, then (peak, weight) to use: by original keys for blocks flagged ``exact``, else by codes."""
+    """Load (peak, weight) of blocks by codes, then (peak, weight) to use: by original keys for blocks flagged ``exact``, else by codes.
+
+    ``at``: the blocks' indices in the arrays; ``live``: the blocks that the row sees; others get 0.
+    """
     peak = tl.load(PEAK + at, mask=live, other=0.0)
     weight = tl.load(WEIGHT + at, mask=live, other=0.0)
     own_peak = tl.where(exact, tl.load(EXACT_PEAK + at, mask=exact, other=0.0), peak)
@@ -68,14 +72,20 @@ def masses(PEAK, WEIGHT, EXACT_PEAK, EXACT_WEIGHT, at, live, exact):
 
 @triton.jit
 def norm_of(SIZE, NOTE, coded, live):
-    """Load the norm of a block's full-precision tokens: measured (SIZE) for encoded blocks, else stored (NOTE); 0 unless ``live``."""
+    """Load the largest norm of each block's full-precision tokens: measured, at SIZE, for ``coded`` blocks, else stored, at NOTE.
+
+    SIZE, NOTE: a pointer for each block. 0 for blocks that are not ``live``.
+    """
     measured = tl.load(SIZE, mask=coded, other=0.0)
     return tl.where(coded, measured, tl.load(NOTE, mask=live & (coded == 0), other=0.0)).to(tl.float64)
 
 
 @triton.jit
 def chain_of(share, CHAIN: tl.constexpr):
-    """Return the number of roundings between an original value and the output, for a program that adds ``share`` blocks and the window."""
+    """Return the number of roundings between an original value and the output, for a program that adds ``share`` blocks and the window.
+
+    CHAIN: see ``DeviceStep.chains``.
+    """
     # A share of one is a compile-time constant, which has no ``to``.
     return tl.zeros([], tl.float64) + CHAIN + share + 4
 
@@ -85,7 +95,7 @@ def coded_chain_of(share, CHAIN: tl.constexpr, T: tl.constexpr, CODES: tl.conste
     """Return the number of roundings between a value that ``weighted_values`` reads and the output.
 
     T tokens are summed by tensor cores in one chain; ``share``: blocks that a split adds; encoded values (CODES) are first rounded to
-    float16.
+    float16. CHAIN: see ``DeviceStep.chains``.
     """
     HALF: tl.constexpr = HALF_STEP if CODES else 0
     return chain_of(share, CHAIN) + (HALF + TENSOR_STEP * (T // 16))
@@ -111,7 +121,7 @@ def value_terms_of(coded, used, explored, gap, weight, nu, eta, chain, coded_cha
 
 @triton.jit
 def store_values(OUT, value_sum, own_values, all_values, count, largest):
-    """Store at OUT the columns of VALUE_COLUMNS, reduced over blocks: four sums, and the maximum of ``largest``."""
+    """Store at OUT the columns of VALUE_COLUMNS, reduced over blocks: sums of the first four operands, and the maximum of ``largest``."""
     tl.store(OUT, tl.sum(value_sum, 0))
     tl.store(OUT + 1, tl.sum(own_values, 0))
     tl.store(OUT + 2, tl.sum(all_values, 0))
@@ -121,7 +131,10 @@ def store_values(OUT, value_sum, own_values, all_values, count, largest):
 
 @triton.jit
 def flags_of(VALUES, EXPLORED, at, coded, EXPLORE: tl.constexpr):
-    """Load two flags for each ``coded`` block: its values are read from originals; its values are read only to be checked (explored)."""
+    """Load two flags for each ``coded`` block: its values are read from originals; its values are read only to be checked (explored).
+
+    ``at``: the blocks' indices in VALUES and EXPLORED. EXPLORE: whether EXPLORED is read; without it no block is explored.
+    """
     used = coded & (tl.load(VALUES + at, mask=coded, other=0) != 0)
     explored = coded & (coded == 0)
     if EXPLORE:
@@ -143,6 +156,9 @@ def bound_sums(
     blocks whose values are from originals. EXPLORED: a subset of both. SPEND: OUT is left to ``spend_value_budget``. RANK: the columns of
     theorem 7 are written too, AGREE: also those by codes. ALL: READ is [rows]; for flagged rows every encoded block counts from its
     originals, by their norms KEY_SIZE and VALUE_SIZE (without ``delta_codes``), and nothing is written for other rows.
+
+    ``share``, ``own_share``: blocks that a program of ``weighted_values``, or of ``weighted_originals``, adds up. CHAIN, T, FLOOR, CODES:
+    see ``DeviceStep.chains``. SCALE: the magnitude of the attention's factor of scores.
     """
     r = tl.program_id(1)
     blocks = in_fours(blocks)
@@ -223,6 +239,8 @@ def spend_value_budget(
     Runs after ``bound_sums``. Chosen are the blocks flagged in LOCAL, then those with the largest terms, until the value bound is at most
     BUDGET; promotion by exact masses, instead of estimates, makes the budget hold. OUT: the row's terms of VALUE_COLUMNS then. TERM
     (float64) and ORDER (float32), [rows, N], are scratch.
+
+    ``chunks``: sums of a row in SUMS. ``share``, ``own_share`` and constants: as in ``bound_sums``.
     """
     r = tl.program_id(0)
     blocks = in_fours(blocks)

@@ -21,7 +21,21 @@ well. A logit is overwritten if its block is promoted, and the weights of all to
 Blocks have flags: programs load the flags of their blocks and end if none is set. Only keys to read are listed as well, since
 one program per block hides the latency there.
 AT, int32 [B, 2 S + 1]: for each batch row the last position that each query sees, the first one, and the first in the window, all
-within the planes. Rows r = g * S + s of a kv head. All block arrays [B, K, rows, N] are contiguous; hidden blocks are never written.
+within the planes. Rows r = g * S + s of a kv head, counted over all batch rows and kv heads: ((b * K + h) * G + g) * S + s.
+All block arrays [B, K, rows, N] are contiguous; hidden blocks are never written.
+
+Scalars that most helpers take: ``r``: a row; ``n``: indices of blocks; ``blocks``: N, the blocks of a row in block arrays; ``rows``: all
+rows; ``t``: positions of tokens; ``low``, ``high``: the first and the last position that the row sees; ``start``, ``last``: those that any
+query of the batch row sees; ``base``: the position of the window's first token, so tokens before it are encoded; ``newest``: the number of
+tokens in the window. Flags of blocks: ``live``, the row sees one of its tokens; ``coded``, that, and it has tokens before the window. K, G,
+S: kv heads, query heads of a kv head, queries; S2, K2, ROWS2: powers of two from these on.
+
+Operands: CODES, STEPS, ZEROS, planes of encoded tokens; ORIGINALS, a plane of tier 2; RECENT_K, RECENT_V, the window's tokens. Block
+arrays: PEAK and WEIGHT, each block's largest logit and the sum of exp(logit - PEAK), EXACT_PEAK and EXACT_WEIGHT by originals; DELTA and
+OWN, bounds on the error of its logits by codes and by originals; READ, EXPLORED, VALUES, flags. NOTES [B, K, N, 4]: see
+``key_scores.note``. By row: TOP, the largest logit; SINKS, the sink's logit. SCRATCH, FOUND_AT: see ``stage_blocks``. Constants: D, DV,
+channels of keys and values; SCALE, the factor of scores; CHUNK, blocks taken at a time; PAGE, PER_PAGE, tokens and blocks of a page; GROUP,
+channels that share a scale; STAGES, of a loop's pipeline; PACKED, whether PTX handles two words at a time (not in the interpreter).
 """
 
 # mypy: disable-error-code="no-untyped-def,assignment"
@@ -57,7 +71,10 @@ def exp_of(x):
 
 @triton.jit
 def sight(AT, S: tl.constexpr, S2: tl.constexpr):
-    """Return the first and the last position that any query of a batch row sees, and the first in the window. AT: see the module."""
+    """Return the first and the last position that any query of a batch row sees, and the first in the window.
+
+    AT: the batch row's entries, see the module; S2: the power of two from S on.
+    """
     s = tl.arange(0, S2)
     last = tl.max(tl.load(AT + s, mask=s < S, other=-1), 0)
     first = tl.min(tl.load(AT + S + s, mask=s < S, other=2147483647), 0)
@@ -124,5 +141,8 @@ def pop_pending(pending, places, OF: tl.constexpr):
 
 @triton.jit
 def fallen(FALLS, first, rows, flag):
-    """Return 1 (int32) for each of the rows from ``first`` on that is flagged at FALLS as falling back, else 0."""
+    """Return 1 (int32) for each of the FLAGS rows from ``first`` on that is flagged at FALLS as falling back, else 0.
+
+    ``flag``: the offsets 0, 1, ... of the rows; ``rows``: the number of rows in all.
+    """
     return (tl.load(FALLS + first + flag, mask=first + flag < rows, other=0) != 0).to(tl.int32)

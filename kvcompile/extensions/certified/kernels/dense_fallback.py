@@ -45,6 +45,8 @@ def dense_values(
 
     Also written: SIZE [B, K, N], float32 upper bounds on the largest norm of a value in each block; several rows of a kv head write the
     same. The last program also adds the newest tokens, RECENT_V. Other rows are neither written nor read.
+
+    ``newest``: tokens of RECENT_V. T: tokens of a tile, within a page of PAGE.
     """
     flag = tl.arange(0, FLAGS)
     j = tl.arange(0, T)

@@ -129,7 +129,7 @@ def exact_scores(
 
 @triton.jit
 def largest_newest(PEAK, first, stop):
-    """Return the largest logit of a row's blocks from ``first`` up to ``stop``."""
+    """Return the largest logit of a row's blocks from ``first`` up to ``stop`` - 1, by PEAK of the row; minus infinity without any."""
     most = tl.full([], float("-inf"), tl.float32)
     for n in range(first, stop, BLOCK):
         block = n + tl.arange(0, BLOCK)
@@ -141,8 +141,10 @@ def largest_newest(PEAK, first, stop):
 def exact_block_scores(here, q, LOGITS, PEAK, WEIGHT, SIZE, t, low, high, start, last, base, PARTLY: tl.constexpr, SCALE: tl.constexpr):
     """Overwrite the LOGITS, PEAK and WEIGHT of one block for one row by its original keys; return the block's largest logit.
 
-    Also written: SIZE, a float32 upper bound on the largest norm of its keys that any query sees. ``here``: pointers to the keys [16, D].
-    PARTLY: the block is encoded in part only; logits of tokens from ``base`` on stay.
+    Also written: SIZE, a float32 upper bound on the largest norm of its keys that any query sees. ``here``: pointers to the keys [16, D];
+    ``q``: the row's query, float32 [1, D]; ``t``: the positions of the block's tokens. The row sees positions ``low`` to ``high``, some
+    query of the batch row ``start`` to ``last``; others get minus infinity. PARTLY: the block is encoded in part only; logits of tokens
+    from ``base`` on, the window's first position, stay.
     """
     k = tl.load(here).to(tl.float32)
     found = tl.sum(k * q, 1) * SCALE

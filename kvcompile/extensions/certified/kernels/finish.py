@@ -75,7 +75,7 @@ AT_ONCE = tl.constexpr(64)
 
 @triton.jit
 def as_dtype(x, DTYPE: tl.constexpr):
-    """Return float32 rounded to a dtype, ties to even; bfloat16 by hand, since Triton's interpreter would truncate."""
+    """Return float32 ``x`` rounded to DTYPE, ties to even; bfloat16 by hand, since Triton's interpreter would truncate."""
     if DTYPE == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
         bits = (bits + 32767 + ((bits >> 16) & 1)) >> 16
@@ -98,7 +98,10 @@ def column(columns, place: tl.constexpr):
 
 @triton.jit
 def load_partials(SUMS, r, first, count, OF: tl.constexpr, WIDE: tl.constexpr):
-    """Load the partial sums of AT_ONCE programs, from number ``first`` on, of row ``r``: [AT_ONCE, WIDE], from SUMS [rows, count, OF]."""
+    """Load the partial sums of AT_ONCE programs, from number ``first`` on, of row ``r``: [AT_ONCE, WIDE], from SUMS [rows, count, OF].
+
+    WIDE: the power of two from OF on. Zero for programs from ``count`` on and columns from OF on.
+    """
     program = first + tl.arange(0, AT_ONCE)[:, None]
     column = tl.arange(0, WIDE)[None, :]
     at = SUMS + (r.to(tl.int64) * count + program) * OF + column
@@ -107,9 +110,10 @@ def load_partials(SUMS, r, first, count, OF: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def sum_and_max(found, SUMS, r, count, OF: tl.constexpr, WIDE: tl.constexpr):
-    """Return the sums and the maxima of the columns of SUMS, float64 [WIDE] each, over the ``count`` programs of row ``r``.
+    """Return the sums and the maxima of the columns of SUMS [rows, count, OF] over all programs of row ``r``, float64 [WIDE] each.
 
-    The maximum is NaN if any entry is, and so is the sum. ``found``: the first AT_ONCE programs' columns, already loaded.
+    The maximum is NaN if any entry is, and so is the sum. ``count``: programs of a row; ``found``: the columns of the first AT_ONCE of
+    them, already loaded. WIDE: the power of two from OF on.
     """
     column = tl.arange(0, WIDE)[None, :]
     added = tl.zeros([WIDE], tl.float64)
@@ -127,15 +131,19 @@ def sum_and_max(found, SUMS, r, count, OF: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def some_parts(PARTS, r, rows, first, count, DV: tl.constexpr, SPAN: tl.constexpr):
-    """Load SPAN partial results of row ``r``, from number ``first`` on: [SPAN, DV], from PARTS [count, rows, DV]."""
+    """Load SPAN partial results of row ``r``, from number ``first`` on: [SPAN, DV], from PARTS [count, rows, DV].
+
+    Zero from number ``count`` on.
+    """
     part = first + tl.arange(0, SPAN)[:, None]
     return tl.load(PARTS + (part.to(tl.int64) * rows + r) * DV + tl.arange(0, DV)[None, :], mask=part < count, other=0.0)
 
 
 @triton.jit
 def result_of(parts, PARTS, r, rows, count, mass, DV: tl.constexpr, SPAN: tl.constexpr):
-    """Return row r's output, float64 [DV]: the sum of its ``count`` partial results divided by ``mass``; ``parts``: the first, already
-    loaded.
+    """Return row r's output, float64 [DV]: the sum of its ``count`` partial results in PARTS [count, rows, DV], divided by ``mass``.
+
+    ``parts``: the first SPAN of them, already loaded.
     """
     added = tl.zeros([SPAN, DV], tl.float64)
     for first in range(0, count, SPAN):
@@ -148,7 +156,9 @@ def result_of(parts, PARTS, r, rows, count, mass, DV: tl.constexpr, SPAN: tl.con
 def certificate_of(sums, most, left, left_most, sink, output, OUT_UNIT: tl.constexpr, OUT_TINY: tl.constexpr):
     """Return a head's three error bounds, of keys, of values and of arithmetic, from its reduced sums; as ``head_bounds.certificate``.
 
-    Terms are linear in the center and in the largest norm, which are known only after all blocks are summed.
+    ``sums``, ``most``: sums and maxima by ``bound_sums.COLUMNS``; ``left``, ``left_most``: those by ``VALUE_COLUMNS``. ``sink``: the mass
+    of the row's sink; ``output``: the result, float64 [DV]. OUT_UNIT, OUT_TINY: the relative and the absolute rounding error of the
+    output's dtype. Terms are linear in the center and in the largest norm, which are known only after all blocks are summed.
     """
     least_sink = sink * (1.0 - 2.0**-20)
     total = safe_divisor(column(sums, TOTAL) + least_sink)
@@ -172,7 +182,8 @@ def found_of(
 
     SUMS has ``chunks`` and LEFT ``programs`` partial sums of each row, with columns ``bound_sums.COLUMNS`` and ``VALUE_COLUMNS``; PARTS
     [parts, rows, DV] holds the partial results. SINKS, TOP: the logit of the row's sink, and the row's largest logit. The bounds are those
-    of the distance from full-precision attention. All results are float64.
+    of the distance from full-precision attention. All results are float64. SPAN: partial results loaded at a time; OUT_UNIT, OUT_TINY: see
+    ``certificate_of``.
     """
     # The first load of every kind is in flight before any is used.
     first_sums = load_partials(SUMS, r, 0, chunks, WIDTH, 16)
@@ -188,7 +199,7 @@ def found_of(
 
 @triton.jit
 def bounded(arithmetic, stored):
-    """Return ``arithmetic``, a bound; infinity if the result ``stored`` in the output's dtype overflowed."""
+    """Return ``arithmetic``, a bound; infinity if ``stored``, the result in the output's dtype, overflowed."""
     beyond = tl.max((tl.abs(stored.to(tl.float32)) == float("inf")).to(tl.int32), 0)
     return tl.where(beyond != 0, float("inf"), arithmetic)
 
@@ -197,7 +208,7 @@ def bounded(arithmetic, stored):
 def first_of(SUMS, r, chunks, most, MASS: tl.constexpr, FIRST: tl.constexpr):
     """Return, as float64, the lowest index of a block of row r whose log-mass equals the maximum ``most``; infinity if there is none.
 
-    In SUMS, column MASS holds each chunk's largest log-mass, and column FIRST the index of its first block with it.
+    In SUMS [rows, chunks, WIDTH], column MASS holds each chunk's largest log-mass, and column FIRST the index of its first block with it.
     """
     found = tl.full([], float("inf"), tl.float64)
     for first in range(0, chunks, AT_ONCE):
@@ -211,7 +222,11 @@ def first_of(SUMS, r, chunks, most, MASS: tl.constexpr, FIRST: tl.constexpr):
 
 @triton.jit
 def ranks_fail(SUMS, OWN, r, most, blocks, chunks, AGREE: tl.constexpr):
-    """Return the failures that ``certified.checks.rank_fails`` finds for one leading block, as bits of ``Cause``."""
+    """Return the failures that ``certified.checks.rank_fails`` finds for one leading block of row ``r``, as bits of ``Cause``.
+
+    SUMS: by ``bound_sums``, ``chunks`` of each row; ``most``: the row's maxima of its columns. OWN [rows, blocks]: deviations of logits
+    from originals. AGREE: codes must order the blocks in the same way.
+    """
     by_exact = column(most, BY_EXACT)
     first_by_exact = first_of(SUMS, r, chunks, by_exact, BY_EXACT, FIRST_BY_EXACT)
     standing = first_by_exact < blocks
@@ -239,6 +254,10 @@ def certify(
     A row falls back if a check fails (never unless DENSE); ``finalize`` then overwrites its result and bound. Also written: EXACT_TOP
     [rows], the row's sink, from which the maximum of ``dense_scores`` starts. RANKED above one: GIVEN has the causes of ranks. STATS [rows,
     3]: see ``select_blocks``.
+
+    ``chunks``, ``programs``, ``parts``: numbers of a row's sums in SUMS, sums in LEFT and results in PARTS (``found_of``). OWN [rows,
+    blocks] is read if RANKED is one. DAMAGED: flags of kv heads; one damaged head makes all rows of its batch row fall back. KEY_BUDGET,
+    VALUE_BUDGET: the largest bounds that pass. ROWS: rows of a kv head.
     """
     r = tl.program_id(0)
     sums, most, left, output, by_keys, by_values, arithmetic = found_of(
@@ -300,7 +319,8 @@ def finalize(
     """Overwrite RESULT and its bound in FOUND for one kv head's rows that fall back (DENSE); add all its rows to TELEMETRY (COUNTS_STEPS).
 
     The latter is ``certificate.telemetry.accumulate``. KEY_BYTES and VALUE_BYTES: bytes of a block's originals in host memory, else zero;
-    if they are staged, ``stage_blocks`` counts promoted blocks.
+    if they are staged, ``stage_blocks`` counts promoted blocks. ``chunks``, ``parts``: numbers of a row's sums in SUMS and LEFT, and of its
+    results in PARTS.
     """
     pair = tl.program_id(0)
     if DENSE:
@@ -371,7 +391,7 @@ def add_to(HELD, amount):
 
 @triton.jit
 def of_column(counted, column, place: tl.constexpr):
-    """Return the counter at column ``place`` of each row, [rows]; zero for absent rows."""
+    """Return the counter at column ``place`` of each row of ``counted`` [rows, columns], int32 [rows]; ``column``: the columns' indices."""
     return tl.sum(tl.where((column == place)[None, :], counted, 0), 1)
 
 
@@ -386,7 +406,7 @@ def bin_of(x):
 def count_histograms(HELD, figures, counted, mine, column):
     """Add one to a bin of each histogram at HELD for each of ``mine`` rows: those of its binned figures and counters.
 
-    Rows may share a bin.
+    ``figures``, ``counted``: [rows, columns] by Figure and by Count; ``column``: the columns' indices. Rows may share a bin.
     """
     returned = tl.where(column == RETURNED, 2, tl.where(column == RETURNED + 1, 3, -1))
     add_rows(HELD, tl.where(column == CANDIDATES, 0, tl.where(column == CANDIDATES + 1, 1, returned)), bin_of(figures), mine)
@@ -396,8 +416,9 @@ def count_histograms(HELD, figures, counted, mine, column):
 
 @triton.jit
 def add_rows(HELD, which, bins, mine):
-    """Add one at HELD for each of ``mine`` rows and each column with a histogram, in its bin; ``which``: the column's histogram, -1 for
-    none.
+    """Add one at HELD in the bin ``bins`` [rows, columns] of each of ``mine`` rows and each column with a histogram.
+
+    ``which``: the column's histogram, -1 for none.
     """
     counts = mine[:, None] & (which >= 0)[None, :]
     tl.atomic_add(HELD + HISTOGRAMS_AT + which[None, :] * BINS + bins, tl.full(bins.shape, 1.0, tl.float64), mask=counts, sem="relaxed")
@@ -405,7 +426,10 @@ def add_rows(HELD, which, bins, mine):
 
 @triton.jit
 def keep_last(HELD, figures, counted, row, mine, column, S: tl.constexpr, ROWS: tl.constexpr):
-    """Store at HELD, as the last step's, the number of query heads, and the figures and counters of each head's newest query."""
+    """Store at HELD, as the last step's, the number of query heads, and the figures and counters of each head's newest query.
+
+    Only the first LAST_HEADS heads are kept. ``row``, ``column``: indices of ``figures`` and ``counted``; ROWS: rows of the kv head.
+    """
     head = row // S
     kept = (mine & (row % S == S - 1) & (head < LAST_HEADS))[:, None]
     tl.store(HELD + LAST_AT, tl.full([], ROWS // S, tl.float64))

@@ -68,7 +68,7 @@ def largest(x):
 
 @triton.jit
 def nearest(x, PACKED: tl.constexpr):
-    """Return float32 rounded to the nearest integer, int32."""
+    """Return float32 rounded to the nearest integer, int32; of two equally near ones the even one if PACKED, else the larger one."""
     if PACKED:
         return tl.inline_asm_elementwise("cvt.rni.s32.f32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1)
     else:
@@ -84,8 +84,9 @@ def beside(a, b, c, d):
 
 @triton.jit
 def every_other(AT_Q, q_h, q_s, r0, odd, D: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr):
-    """Load the even (``odd`` 0) or odd (1) channels of four query rows from ``r0`` on, float32 [D / 2, 4]; the last row repeats if fewer
-    exist.
+    """Load the even (``odd`` 0) or odd (1) channels of four query rows from ``r0`` on, float32 [D / 2, 4]; missing rows repeat the last.
+
+    AT_Q: a pointer to the kv head's first row; ``q_h``, ``q_s``: strides of query heads and queries; ROWS: rows of the kv head.
     """
     c = 2 * tl.arange(0, D // 2) + odd
     one = tl.minimum(r0 + 1, ROWS - 1)
@@ -100,7 +101,10 @@ def every_other(AT_Q, q_h, q_s, r0, odd, D: tl.constexpr, S: tl.constexpr, ROWS:
 
 @triton.jit
 def unpacked(words, PACKED: tl.constexpr):
-    """Return the int8 codes in the low bytes, and in the high bytes, of 16-bit words, as float16 (code + 128) * 2^-24."""
+    """Return the int8 codes in the low bytes, and in the high bytes, of 16-bit words, as float16 (code + 128) * 2^-24.
+
+    PACKED: by PTX, two words at a time.
+    """
     if PACKED:
         low = tl.inline_asm_elementwise(EVEN, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2)
         high = tl.inline_asm_elementwise(ODD, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2)
@@ -128,8 +132,10 @@ def code_scores(
     """Write one encoded block's LOGITS, PEAK, WEIGHT and CHANNELS for ROW_TILE rows of a kv head.
 
     PEAK: the largest logit; WEIGHT: the sum of exp(logit - PEAK); CHANNELS: sum_c |q_c| radius_c. Queries come divided by ``size``, so
-    results are multiplied by it. ``row``: the block's index in its page; ``out``: index of each row's block 0. NaN if a result may
-    overflow.
+    results are multiplied by it. ``lows``, ``highs``: the first and the last position that each row sees. ``n``: the block's index in the
+    store; ``row``: its index in its page; ``out``: index of each row's block 0; ``of_row``: the rows that exist. CODES, STEPS, ZEROS: of
+    the page; MU: the block's norm of keys. OF_STEP, OF_ZERO, OF_ONE: a channel's radius is OF_STEP * step + OF_ZERO * |zero| + OF_ONE. NaN
+    if a result may overflow.
     """
     j = tl.arange(0, BLOCK)[:, None]
     c = tl.arange(0, D // 2)
@@ -187,7 +193,9 @@ def newest_scores(
 ):
     """Write one row's LOGITS, PEAK, WEIGHT and CHANNELS of block n, which contains newest tokens; in float32.
 
-    Tokens at positions from ``base`` on are read from RECENT_K, earlier ones from codes. The outputs are as in ``code_scores``.
+    Tokens at positions from ``base`` on are read from RECENT_K, earlier ones from codes. The outputs and constants are as in
+    ``code_scores``. AT_Q: the row's query. ``row``: the block's index in its page; ``rk_t``: stride of tokens in RECENT_K, which has
+    ``newest``; the row sees positions ``low`` to ``high``.
     """
     c = tl.arange(0, D)[None, :]
     q = tl.load(AT_Q + c).to(tl.float32)
@@ -212,7 +220,10 @@ def newest_scores(
 
 @triton.jit
 def largest_norm(RECENT, recent_t, t, seen, D: tl.constexpr):
-    """Return an upper bound on max_t |x_t|_2 over the newest tokens that are ``seen``."""
+    """Return an upper bound on max_t |x_t|_2 over the newest tokens that are ``seen``.
+
+    ``t``: the tokens' indices in RECENT, which has stride ``recent_t``.
+    """
     x = tl.load(RECENT + t[:, None] * recent_t + tl.arange(0, D)[None, :], mask=seen[:, None], other=0.0).to(tl.float32)
     return norm_above(tl.max(tl.sum(x * x, 1), 0))
 
@@ -223,8 +234,9 @@ def deviations(
 ):
     """Write DELTA and OWN, upper bounds on the error of a logit of blocks [blocks, rows], by codes and by originals.
 
-    For ``unseen`` blocks PEAK becomes -inf and WEIGHT 0, so they have no mass. ``at``: indices of the entries; ``alone``: blocks without
-    codes.
+    For ``unseen`` blocks PEAK becomes -inf and WEIGHT 0, so they have no mass. ``at``: indices of the entries; ``of_row``: those to write;
+    ``live``: blocks that the row sees, others get 0; ``alone``: blocks without codes. ``kappa``, ``mu``: the blocks' notes (``note``).
+    ``query_norm``: an upper bound on the norm of each row's query. SCALE: the magnitude of the factor of scores.
     """
     channels = tl.load(CHANNELS + at, mask=live & (alone == 0), other=0.0).to(tl.float64)
     own = rounding(0.0, 0.0, mu, 0.0, query_norm, SCALE, D + 4.0)
@@ -239,7 +251,8 @@ def deviations(
 def note(NOTES, place, kappa, mu, eta, nu, mask):
     """Store four norms of each block in NOTES [blocks, 4], which all later kernels read: the largest norms over its tokens.
 
-    ``kappa``: of key minus decoded key; ``mu``: of keys; ``eta``: of value minus decoded value; ``nu``: of values.
+    ``kappa``: of key minus decoded key; ``mu``: of keys; ``eta``: of value minus decoded value; ``nu``: of values. ``place``: the blocks'
+    indices; ``mask``: the blocks to write.
     """
     tl.store(NOTES + place * 4, kappa, mask=mask)
     tl.store(NOTES + place * 4 + 1, mu, mask=mask)
@@ -263,6 +276,9 @@ def key_scores(
     [B, K, N, 4]. The last program of a head has the blocks with newest tokens; it measures mu and nu of those wholly in the window, and
     writes other kernels' inputs: AT, SINKS (each row's sink), QUERY_NORM, and DAMAGED = 0. Every block of the planes is written; those that
     a row does not see get no mass.
+
+    HI and LO: the positions that a query sees, as in ``attend``; BASE: the position of the window's first token; ``newest``: tokens in
+    RECENT_K and RECENT_V. KEY_NOTE: norms of a block in KEY_NOTES. OF_STEP, OF_ZERO, OF_ONE: see ``code_scores``.
     """
     pair = tl.program_id(1)
     b = (pair // K).to(tl.int64)

@@ -22,8 +22,9 @@ LARGEST_DELTA = tl.constexpr(promotion.LARGEST_DELTA)
 
 @triton.jit
 def gap_of(peak, top, live):
-    """Return a block's largest logit minus the head's largest, float64, at least -1e4 (the exp of which is zero); -1e4
-    for hidden blocks.
+    """Return a block's largest logit minus the head's largest, ``top``, float64, at least -1e4, the exp of which is zero.
+
+    It is -1e4 for blocks that are not ``live``.
     """
     apart = peak.to(tl.float64) - top.to(tl.float64)
     return tl.where(live, tl.where(apart < -1e4, -1e4, apart), -1e4)
@@ -39,8 +40,9 @@ def in_fours(blocks):
 
 @triton.jit
 def drawn_before(clock, b, k, q):
-    """Return the hash of a row from ``clock``, b, k and q, the low 32 bits of ``certified.promotion.chance`` before its block's index is
-    mixed in.
+    """Return the hash of a row: the low 32 bits of ``certified.promotion.chance`` before its block's index is mixed in.
+
+    ``clock``: the step's number; b, k, q: batch row, kv head, and row of that head.
     """
     x = clock.to(tl.int64).to(tl.uint32) * 0x27D4EB2F
     x = mixed_with(x, b)
@@ -69,7 +71,11 @@ def draw(before, n):
 
 @triton.jit
 def drawn_of(EXPLORED, place, kept, before, n, blocks, EXPLORE: tl.constexpr):
-    """Return which of the ``kept`` blocks are drawn at random to be checked against originals; also write these flags to EXPLORED."""
+    """Return which of the ``kept`` blocks are drawn at random to be checked against originals; also write these flags to EXPLORED.
+
+    ``place``: the indices of blocks ``n`` in EXPLORED; ``before``: the row's hash from ``drawn_before``; a block is drawn if its number of
+    2^32 is below EXPLORE.
+    """
     explored = kept & (draw(before, n) < EXPLORE)
     tl.store(EXPLORED + place, explored.to(tl.int8), mask=n < blocks)
     return explored
@@ -77,7 +83,7 @@ def drawn_of(EXPLORED, place, kept, before, n, blocks, EXPLORE: tl.constexpr):
 
 @triton.jit
 def listed(LIST, before, first, chosen):
-    """Append the indices of the ``chosen`` blocks, of those from ``first`` on, to LIST, behind ``before`` entries; return its new length.
+    """Write the indices of the ``chosen`` blocks, which begin at block ``first``, to LIST behind ``before`` entries; return its new length.
 
     Runs of RUN blocks are summed first, each within a warp: one sum over all would pass through all warps run by run.
     """
@@ -207,6 +213,9 @@ def drawn_and_listed(
 
     READ flags the chosen and the explored blocks, which VALUES gains too; without EXPLORE only READ and LIST are written. Returns the
     list's length, the tail's mass and the number of explored blocks, each with this chunk added.
+
+    ``chosen``, ``coded``: the chunk's promoted and encoded blocks ``n``, which begin at block ``first``. ``count``, ``tail``, ``drawn``:
+    the results of earlier chunks. ``before``: the row's hash (``drawn_before``). ORDER: shares of mass, which add up to the tail.
     """
     kept = coded & (chosen == 0)
     if EXPLORE > 0:

@@ -32,14 +32,15 @@ CHUNK = tl.constexpr(64)
 
 @triton.jit
 def rows_of_slot(SCRATCH, n, sets, slot, D: tl.constexpr):
-    """Return a pointer to the slot of block n in the scratch of one kv head of one batch row."""
+    """Return a pointer to slot ``slot`` of block n's set, one of ``sets``, in the scratch of one kv head of one batch row."""
     return SCRATCH + ((n % sets) * SET + slot).to(tl.int64) * (BLOCK * D)
 
 
 @triton.jit
 def asked_for(READ, EXPLORED, pair, n, blocks, ROWS: tl.constexpr, ROWS2: tl.constexpr, EXPLORE: tl.constexpr):
-    """Return the number of rows of a kv head that request each block n, and whether any of these rows promotes it (not
-    only explores it).
+    """Return how many rows of a kv head request each block n, and whether any of these rows promotes it (not only explores it).
+
+    READ, EXPLORED: flags [rows, blocks]; ``pair``: the kv head over all batch rows; ROWS: its rows. EXPLORE: whether EXPLORED is read.
     """
     r = tl.arange(0, ROWS2)
     inside = (n < blocks)[None, :] & (r < ROWS)[:, None]
@@ -65,11 +66,11 @@ def turns(last, kept):
 
 @triton.jit
 def given(holds, place, misses, before, turn, free, count):
-    """Assign missing blocks of a chunk to evictable slots; return each block's slot + 1 (0: none), and for each slot the block to copy in.
+    """Return each block's slot + 1 (0: none) once a chunk's missing blocks have evictable slots, and for each slot the block to copy in.
 
-    ``place``: each block's slot + 1 before; ``holds``: [blocks, slots], whether a slot holds it; ``turn``, ``free``: see ``turns``.
-    ``before``: missing blocks of the set in earlier chunks; ``count``: missing blocks of the set in all. A block to copy in is an index in
-    the chunk, -1 for none.
+    ``place``: each block's slot + 1 before; ``misses``: blocks to be given a slot; ``holds``: [blocks, slots], whether a slot holds it;
+    ``turn``, ``free``: see ``turns``. ``before``: missing blocks of the set in earlier chunks; ``count``: missing blocks of the set in all.
+    A block to copy in is an index in the chunk, -1 for none.
     """
     i = tl.arange(0, CHUNK)
     slot = tl.arange(0, SET)
@@ -94,7 +95,7 @@ def stage_blocks(
     [rows, N] flags the blocks that a row requests; EXPLORED flags those that it only explores, which get no slot by that alone. FOUND_AT,
     int32 [B, K, N]: a slot of the set, -1 if the block is to be read from ORIGINALS; not written for blocks that no row requests. PLACES
     (``certified.scheme``): also updated, each block's slot + 1 or 0, and the step of its last use. HELD[0]: the step's number.
-    COUNTS_STEPS: HELD is the telemetry, to whose columns FOUND, FETCHED and BYTES the head's counts are added.
+    COUNTS_STEPS: HELD is the telemetry, to whose columns FOUND, FETCHED and BYTES the head's counts are added. PER_PAGE: blocks of a page.
     """
     group = tl.program_id(0)
     pair = tl.program_id(1)

@@ -63,11 +63,11 @@ def middle(low, high):
 
 @triton.jit
 def edge_of_count(ORDER, blocks, count, low, reach_low, high, reach_high, CHUNK: tl.constexpr):
-    """Bisect between ``low`` and ``high``, bits of order keys, for the edge that exactly ``count`` of a row's blocks in ORDER reach.
+    """Return (low, number that reach low, high, number that reach high): edges bisected until ``count`` of a row's blocks reach low.
 
-    Returns (low, number that reach low, high, number that reach high). A block reaches an edge if its key is at or above it. On entry at
-    least ``count`` blocks reach ``low``, and fewer reach ``high``; afterwards exactly ``count`` reach ``low``, unless blocks with equal
-    keys straddle the count. With ``count`` 0 the edges are returned as they came.
+    ``low`` and ``high``: bits of float32 keys. A block reaches an edge if its key in ORDER is at or above it. On entry at least ``count``
+    blocks reach ``low``, and fewer reach ``high``; afterwards exactly ``count`` reach ``low``, unless blocks with equal keys straddle the
+    count. With ``count`` 0 the edges are returned as they came.
     """
     while (reach_low > count) & (high - low > 1) & (count > 0):
         edge = middle(low, high)
@@ -82,9 +82,10 @@ def edge_of_count(ORDER, blocks, count, low, reach_low, high, reach_high, CHUNK:
 
 @triton.jit
 def edge_of_tail(ORDER, AMOUNT, blocks, low, reach_low, high, reach_high, BUDGET: tl.constexpr, CHUNK: tl.constexpr):
-    """Bisect for the highest edge such that AMOUNT below it sums to at most BUDGET. Returns it and how many candidates reach it.
+    """Return (the highest edge such that AMOUNT below it sums to at most BUDGET, the number of candidates that reach it), by bisection.
 
-    ``low``: an edge whose tail fits. The result may be lower than the highest if no further candidate reaches that one.
+    ``low``: an edge whose tail fits. ``high``: an edge above it, whose tail may fit too. The result may be lower than the highest if no
+    further candidate reaches that one. ``reach_low``, ``reach_high``: how many of a row's blocks reach these edges by ORDER.
     """
     amount, _reach, _largest = below(ORDER, AMOUNT, blocks, high, CHUNK)
     fits = amount <= BUDGET
@@ -104,7 +105,10 @@ def edge_of_tail(ORDER, AMOUNT, blocks, low, reach_low, high, reach_high, BUDGET
 
 @triton.jit
 def edge_at(low, reach_low, high, reach_high, count):
-    """Return (edge, entries that reach it): of the two edges of ``edge_of_count``, the lower one that at most ``count`` entries reach."""
+    """Return (edge, entries that reach it): of ``low`` and ``high``, the lower one that at most ``count`` entries reach.
+
+    ``reach_low``, ``reach_high``: how many entries reach them; all four are results of ``edge_of_count``.
+    """
     return tl.where(reach_low == count, low, high), tl.where(reach_low == count, reach_low, reach_high)
 
 
@@ -141,7 +145,8 @@ def leading(
     entries equal to ``tied``.
 
     ``available``: number of candidates; ``top``: an edge that none reaches. With COVER >= 1 the rest may hold everything; with COVER < 0
-    all candidates lead. LEAST, MOST and MOST_WIDENED limit their number.
+    all candidates lead. LEAST and MOST limit their number; MOST_WIDENED does if more lead because SURE (with CERTAIN) or TERM (with WIDEN,
+    by BUDGET) asks for it, as in ``select_blocks``; ``widened`` says whether they do.
     """
     nothing = available * 0
     low, reach_low, high, reach_high = nothing, available, top, nothing
@@ -184,7 +189,10 @@ def leading(
 
 @triton.jit
 def led(bits, edge, ties, tied):
-    """Return (whether each block of a chunk is among the leading ones, how many of the ``ties`` are left for later chunks)."""
+    """Return (whether each block of a chunk is among the leading ones, how many of the ``ties`` are left for later chunks).
+
+    ``bits``: the blocks' order keys (``bits_of``); ``edge``, ``ties``, ``tied``: results of ``leading``.
+    """
     chosen = bits >= edge
     if ties > 0:
         equal = ((bits == tied) & (bits < edge)).to(tl.int32)

@@ -78,8 +78,8 @@ def decoded(words, step, zero, HIGH: tl.constexpr, SECOND: tl.constexpr, PACKED:
 def left_of(READ, rows, first, stop, blocks, T: tl.constexpr):
     """Return, for four rows and T tokens, 1.0 for a token to leave out, else 0.0; float32 [4, T].
 
-    Left out are tokens of blocks that another kernel reads from originals, and tokens past ``stop``. Not an int8 mask, which would change
-    the layout of the dot's operands.
+    ``rows``: indices in READ [rows, blocks]; ``first``: the first token's position. Left out are tokens of blocks that another kernel reads
+    from originals, and tokens past ``stop``. Not an int8 mask, which would change the layout of the dot's operands.
     """
     # One thread has eight tokens.
     t = first + 8 * tl.arange(0, T // 8)
@@ -91,7 +91,8 @@ def left_of(READ, rows, first, stop, blocks, T: tl.constexpr):
 def weights_of(LOGITS, rows, top, taken, t, start, stop, blocks):
     """Return the softmax weights of four rows, each as two float16 numbers, [tokens, 8]: RAISED * weight = first + second / APART.
 
-    Zero for tokens of blocks that are ``taken``: another kernel reads their values from originals.
+    ``rows``: indices in LOGITS [rows, 16 blocks]; ``top``: each row's TOP; ``t``: the tokens' positions. Zero for positions outside of
+    ``start`` to ``stop`` - 1, and for tokens of blocks that are ``taken``: another kernel reads their values from originals.
     """
     seen = (t >= start) & (t < stop)
     logit = tl.load(LOGITS + rows[:, None] * blocks * BLOCK + t[None, :], mask=seen[None, :], other=float("-inf"))
@@ -126,8 +127,8 @@ def weighted_codes(
     """Write OUT [ROWS, DV] of one kv head, rows ``r0`` to ``r0`` + TILE - 1: sums over tokens of exp(logit - TOP) times value.
 
     Tokens are those from ``first``, a multiple of T, to ``end`` - 1 that are also from ``start`` to ``stop`` - 1, without those in blocks
-    flagged in READ. CODES, STEPS, ZEROS and OUT point to the head; ``heads``: index of its first row in LOGITS, TOP and READ. Weights are
-    made a tile ahead.
+    flagged in READ. CODES, STEPS, ZEROS and OUT point to the head; ``heads``: index of its first row in LOGITS, TOP and READ. ``codes_n``,
+    ``steps_n``: strides of pages; ``blocks``: those of a row in LOGITS and READ. Weights are made a tile ahead.
     """
     WORDS: tl.constexpr = DV // 4
     RUNS: tl.constexpr = DV // GROUP
@@ -188,7 +189,10 @@ def weighted_whole(
     VALUES, LOGITS, TOP, READ, OUT, values_n, values_t, blocks, start, stop, first, end, heads, r0,
     DV: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr, T: tl.constexpr,
 ):
-    """Write OUT [ROWS, DV] as ``weighted_codes`` does, from VALUES in full precision instead of codes."""
+    """Write OUT [ROWS, DV] as ``weighted_codes`` does, from VALUES in full precision instead of codes.
+
+    ``values_n``, ``values_t``: strides of pages and tokens. The other operands are as in ``weighted_codes``.
+    """
     lane = tl.arange(0, T)
     c = tl.arange(0, DV)
     rows = heads + tl.minimum(r0 + tl.arange(0, 4), ROWS - 1)
@@ -260,7 +264,10 @@ def weighted_values(
 
 @triton.jit
 def share_of(first, program, programs):
-    """Return the indices of the next AHEAD blocks of a program, from its ``first`` one on; programs take runs of NEAR blocks in turn."""
+    """Return the indices of the next AHEAD blocks of program number ``program``, from the ``first`` one of its share on.
+
+    The ``programs`` programs take runs of NEAR blocks in turn.
+    """
     i = first + tl.arange(0, AHEAD)
     return (i // NEAR * programs + program) * NEAR + i % NEAR
 
@@ -273,7 +280,10 @@ def flagged(READ, n, blocks):
 
 @triton.jit
 def scales_of(PLANE, run, RUNS: tl.constexpr, seen):
-    """Load a token's scales at ``run``: for the channels in bytes' low nibbles, and for those in the high nibbles; float32."""
+    """Load a token's scales of runs ``run``: for the channels in bytes' low nibbles, and for those in the high nibbles; float32.
+
+    PLANE: a pointer to the token's scales, RUNS for either half; 0 unless ``seen``.
+    """
     low = tl.load(PLANE + run, mask=seen, other=0.0).to(tl.float32)
     return low, tl.load(PLANE + run + RUNS, mask=seen, other=0.0).to(tl.float32)
 
@@ -296,7 +306,7 @@ def weighted_originals(
 
     A program has ``share`` blocks, of which those flagged in READ count, and the first programs 16 of the newest tokens each; with neither
     it writes zeros. DAMAGED of the kv head becomes 1 if a norm exceeds its note, checked as in ``exact_scores``. FULL: there are no codes
-    to compare with. STAGED: as in ``exact_scores``.
+    to compare with. STAGED, ``sets``: as in ``exact_scores``. ``newest``: tokens of RECENT_V.
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)

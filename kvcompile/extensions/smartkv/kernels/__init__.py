@@ -11,6 +11,14 @@
 
 A tile of tokens has one level, so a program of ``attend_tokens`` decodes with constants. A row of a kv head is a query of a query head,
 r = s * G + g.
+
+Names that the kernels share. CODES, SCALES: planes of entering tokens. ENDS, SETTLED_SCALES, WHERE, POOL, MEAN, FIRST: the planes ``ends``,
+``scales``, ``where``, ``pool``, ``mean`` and ``first`` of ``buckets``. ``first``: the settled tokens of a batch row, FIRST's content;
+``b``, ``k``: batch row and kv head; ``pages``, ``rows``: pages of entering tokens, batch rows. K, G, S, D: kv heads, query heads of each,
+queries, channels. C: channels of a run, an eighth of D; COLUMNS, R: powers of two from C and from G * S on. LEVELS: levels; BITS,
+VALUE_BITS: four bits for the width of each (``bits_of_levels``). SPLITS: splits of a batch row's tokens. DOT: dtype in which products are
+computed; PACKED: codes are decoded two words at a time (``bit_fields``), not in the interpreter. TURNED, IN_FRAME: narrow keys are rotated.
+HAS_LO, HAS_KEEP, HAS_SINKS: whether the operand is given.
 """
 
 from __future__ import annotations

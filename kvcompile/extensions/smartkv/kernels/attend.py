@@ -42,7 +42,12 @@ def share_of(tokens, SPLITS: tl.constexpr):
 
 @triton.jit
 def _masked(x, position, ok, rows, b, masks, HAS_LO: tl.constexpr, HAS_KEEP: tl.constexpr, BIAS_KIND: tl.constexpr):
-    """Return scores [tokens, rows] plus the bias, -inf for tokens that a row does not see; BIAS_KIND: 0 none, 1 bool, 2 added."""
+    """Return scores [tokens, rows] plus the bias, -inf for tokens that a row does not see; BIAS_KIND: 0 none, 1 bool, 2 added.
+
+    ``position``: the tokens' positions; ``ok``: those that exist. ``rows``: each row's query, head, existence, last token. ``b``: the batch
+    row. ``masks``: LO, KEEP and BIAS with their strides, ``kept`` and ``biased``, the numbers of tokens in KEEP and BIAS; tokens beyond are
+    hidden.
+    """
     s, h, there, limits = rows
     LO, KEEP, BIAS, lo_b, lo_s, keep_b, keep_t, kept, bias_b, bias_h, bias_s, bias_t, biased = masks
     seen = ok[:, None] & (position[:, None] <= limits[None, :])
@@ -78,11 +83,12 @@ def _attended(
 
     TELLS: each score minus the reference is also written to SCORES [slots, ROWS], which ``finish`` reads. ``state``: sums of values,
     running maximum, total of weights, largest score, reference. ``keys``, ``values``: pointers to codes and to scales. ``query``: queries
-    in eight runs, and the numbers that turn products into scores. ``rows``: each row's query, head, existence, last token. ``places``:
-    first, stop, then four entries. For a bucket: the number to add to a token's index in its batch row, which gives its index in the head's
-    codes; the bytes of the low part of 3-bit codes, divided by C; a pointer to positions; whether positions are needed. For entering
-    tokens: the head's first token in a page; tokens of a page over all rows and heads; the position of the first; the last is unused. The
-    loop carries pointers, which cuts compile time to a fraction.
+    in eight runs, each row's excess (``operands_of``), the factor of its products and the number to add to its scores. ``b``, ``masks``:
+    see ``_masked``. KEY_BITS, VALUE_BITS: the tokens' widths. ``rows``: each row's query, head, existence, last token. ``places``: first,
+    stop, then four entries. For a bucket: the number to add to a token's index in its batch row, which gives its index in the head's codes;
+    the bytes of the low part of 3-bit codes, divided by C; a pointer to positions; whether positions are needed. For entering tokens: the
+    head's first token in a page; tokens of a page over all rows and heads; the position of the first; the last is unused. The loop carries
+    pointers, which cuts compile time to a fraction.
     """
     TILE: tl.constexpr = WIDE if KEY_BITS == 8 or VALUE_BITS == 8 else 32 if DOT == tl.float32 else 64
     first, stop, begin, whole, where, asks = places
@@ -203,7 +209,9 @@ def _of_width(
 ):
     """Return the softmax state updated by a split's settled tokens of levels FROM to UNTIL - 1, the levels with keys of KEY_BITS.
 
-    With TELLS, SCORES of these tokens are written (``_attended``). ``share``: the split's first index and its end, the row's number of
+    With TELLS, SCORES of these tokens are written (``_attended``). ``state``, ``rows``, ``masks``: see ``_attended``. ``query``: Q, each
+    row's offset in it, a power of two that it is multiplied by, the factor of its products, the number to add to its scores. ``planes``:
+    those of settled tokens; ``b``, ``k``: batch row and kv head. ``share``: the split's first index and its end, the row's number of
     settled tokens, and whether positions are needed.
     """
     KEY_ENDS, KEY_SCALES, KEY_POOL, VALUE_ENDS, VALUE_SCALES, VALUE_POOL, WHERE = planes
@@ -245,7 +253,8 @@ def attend_tokens(
     SCORES (only with TELLS): of each token, relative to the row's reference, in units of log2. Slots number settled tokens by index, then
     entering ones. PARTS: sums of values. STATS of a row: its largest score, the base of its sums, its total, and the reference that is
     subtracted from its scores. HEADS, WEIGHTS [B, K]: averages, which ``finish`` updates and reads. Queries [B, H, S, D]; limits and masks
-    as in ``attend``. Grid: splits, batch rows times kv heads. FROM_3: the first level whose keys have at least three bits.
+    as in ``attend``. Grid: splits, batch rows times kv heads. FROM_3, FROM_4, FROM_8: the first level whose keys have at least that many
+    bits. ``pages``, ``rows``: pages of entering tokens, and batch rows. ``kept``, ``biased``: tokens in KEEP and in BIAS.
     """
     DOT: tl.constexpr = tl.float32 if Q.dtype.element_ty == tl.float32 else tl.float16
     split, b, k = tl.program_id(0), tl.program_id(1) // K, tl.program_id(1) % K

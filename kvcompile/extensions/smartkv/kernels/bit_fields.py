@@ -59,7 +59,10 @@ def _chosen(one, other, TEXT: tl.constexpr):
 
 @triton.jit
 def pointers(WORDS, HIGH, BITS: tl.constexpr, C: tl.constexpr):
-    """Return pointers to all words of tokens, from WORDS, a pointer to their first C, and HIGH, to the rest of 3-bit codes."""
+    """Return pointers to all words of tokens, from WORDS, a pointer to their first C, and HIGH, to the rest of 3-bit codes.
+
+    C: channels of a run.
+    """
     if BITS == 8:
         return (WORDS, WORDS + C, WORDS + 2 * C, WORDS + 3 * C)
     elif BITS == 4:
@@ -72,7 +75,7 @@ def pointers(WORDS, HIGH, BITS: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def advanced(at, tokens, BITS: tl.constexpr, C: tl.constexpr):
-    """Return the pointers of ``pointers`` advanced by a number of tokens."""
+    """Return the pointers ``at``, results of ``pointers``, advanced by ``tokens`` tokens."""
     if BITS == 8:
         return (at[0] + tokens * (4 * C), at[1] + tokens * (4 * C), at[2] + tokens * (4 * C), at[3] + tokens * (4 * C))
     elif BITS == 4:
@@ -87,7 +90,8 @@ def advanced(at, tokens, BITS: tl.constexpr, C: tl.constexpr):
 def load_words(at, ok, second, BITS: tl.constexpr, PACKED: tl.constexpr):
     """Load, for each run, the words that contain its codes, through the pointers ``at`` of ``pointers``; ``ok`` masks the loads.
 
-    ``second``: whether a column's byte of the second part of 3-bit codes is the upper one of its word; has the shape of the words.
+    ``second``: whether a column's byte of the second part of 3-bit codes is the upper one of its word; has the shape of the words. BITS:
+    the width of the codes.
     """
     a = tl.load(at[0], mask=ok)
     if BITS == 8:
@@ -121,7 +125,10 @@ def load_words(at, ok, second, BITS: tl.constexpr, PACKED: tl.constexpr):
 
 @triton.jit
 def field(word, BITS: tl.constexpr, RUN: tl.constexpr, VALUES: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr):
-    """Return the codes of a run in DOT, from its words. PACKED: float16 times 2^(power - 24), keys' codes raised by 2^(BITS - 1)."""
+    """Return the codes of run number RUN, of BITS bits, in DOT from ``word``, the words that contain them.
+
+    PACKED: as float16 times 2^(power - 24); keys' codes, unless VALUES, stay raised by 2^(BITS - 1).
+    """
     POWER: tl.constexpr = ((POWERS_8 if BITS == 8 else POWERS_4 if BITS == 4 else POWERS_3 if BITS == 3 else POWERS_2) >> (4 * RUN)) & 15
     if not PACKED:
         code = (word.to(tl.int32) >> POWER) & (2**BITS - 1)

@@ -38,14 +38,14 @@ def together(runs):
 
 @triton.jit
 def queries_of(Q, at, there, C: tl.constexpr, COLUMNS: tl.constexpr):
-    """Load the queries that begin at Q + ``at``, as eight runs, float32 [COLUMNS, rows, 8]; zero in rows that are not ``there``."""
+    """Load each row's query, from Q + ``at`` on, in eight runs: float32 [COLUMNS, rows, 8]; zero for rows that are not ``there``."""
     channel, inside = channels_of(C, COLUMNS)
     return tl.load(Q + at[None, :, None] + channel, mask=there[None, :, None] & inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def turned(runs, C: tl.constexpr, COLUMNS: tl.constexpr, DOT: tl.constexpr):
-    """Return the queries rotated into the frame of narrow keys; the given queries must be exact in DOT."""
+    """Return queries, in eight ``runs``, rotated into the frame of narrow keys; they must be exact in DOT."""
     matrix = of_run(C, COLUMNS).to(DOT)
     within = ()
     for run in tl.static_range(8):

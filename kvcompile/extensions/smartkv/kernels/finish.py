@@ -23,11 +23,10 @@ ELEMENTS = tl.constexpr(32)
 
 @triton.jit
 def _whole(STATS, SINKS, at, there, head, R: tl.constexpr, SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr):
-    """Merge the splits of the rows whose statistics begin at STATS + ``at``; return (each split's factor [SPLITS, rows], total, largest
-    score, base).
+    """Return (each split's factor [SPLITS, rows], total, largest score, base) of the rows whose statistics begin at STATS + ``at``.
 
-    The last three are per row. The total includes the head's sink; the largest score is over all splits. Factors and totals are in units of
-    exp2(base - LIFT).
+    The last three are per row. The total includes, if HAS_SINKS, the sink of the row's query head ``head``; the largest score is over all
+    splits. Factors and totals are in units of exp2(base - LIFT). ``there`` masks the rows that exist; R: rows of STATS for a kv head.
     """
     at = at[None, :] + tl.arange(0, SPLITS)[:, None]
     tops = tl.load(STATS + at + R * SPLITS, mask=there[None, :], other=float("-inf"))
@@ -43,8 +42,9 @@ def _whole(STATS, SINKS, at, there, head, R: tl.constexpr, SPLITS: tl.constexpr,
 
 @triton.jit
 def _largest(total, peak, base):
-    """Return the largest softmax weight of each row, from the results of ``_whole``; 0 if the row sees nothing or the
-    weight is not finite.
+    """Return the largest softmax weight of each row; 0 if the row sees nothing or the weight is not finite.
+
+    ``total``, ``peak`` (the largest score), ``base``: results of ``_whole``.
     """
     found = tl.where((peak == float("-inf")) | (total == 0), 0.0, tl.exp2(peak - (base - LIFT)) / total)
     return tl.where((found == found) & (found < float("inf")), found, 0.0)
@@ -55,7 +55,11 @@ def _merged(
     PARTS, STATS, SINKS, HEADS, OUT, b, unit, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
     SPLITS: tl.constexpr, HEAD_DECAY: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):
-    """Write ELEMENTS entries of a kv head's rows of OUT [B, H, S, D]; the head's first program also updates its average in HEADS [B, K]."""
+    """Write ELEMENTS entries of a kv head's rows of OUT [B, H, S, D]; the head's first program also updates its average in HEADS [B, K].
+
+    ``b``: the batch row; ``unit``: the program's number in it, kv head after kv head. PARTS, STATS: see ``attend_tokens``; HEAD_DECAY: of
+    the average.
+    """
     units: tl.constexpr = (D * G * S + ELEMENTS - 1) // ELEMENTS
     k, number = unit // units, unit % units
     pair = b * K + k
@@ -89,6 +93,9 @@ def finish(
 
     Grid: programs of a batch row, batch rows. KV, GROUP: K and G rounded up to powers of two. PARTS, STATS, SCORES and WEIGHTS are results
     of ``attend_tokens``; the other operands are as there.
+
+    ``pages``, ``rows``, ``slots``: pages of entering tokens, batch rows, entries of SCORES for each head. DECAY, HEAD_DECAY: of the
+    averages. LEAST: the importance, at least, of a token that some query sees.
     """
     b = tl.program_id(1)
     merging: tl.constexpr = K * ((D * G * S + ELEMENTS - 1) // ELEMENTS)

@@ -26,7 +26,7 @@ def of_run(C: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def across(x, FACTOR: tl.constexpr):
-    """Return FACTOR times the product of eight blocks with an unscaled Hadamard matrix of order 8."""
+    """Return FACTOR times the product of eight blocks, ``x``, with an unscaled Hadamard matrix of order 8."""
     a, b, c, d = x[0] + x[1], x[0] - x[1], x[2] + x[3], x[2] - x[3]
     e, f, g, h = x[4] + x[5], x[4] - x[5], x[6] + x[7], x[6] - x[7]
     i, j, k, m = a + c, b + d, a - c, b - d

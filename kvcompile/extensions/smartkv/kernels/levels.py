@@ -16,7 +16,8 @@ TOP = tl.constexpr(0x7F800000)
 def _price(VALUE, LEVEL, CAP, WORTHS, PRICES, bits, tokens, STEPS: tl.constexpr, BLOCK: tl.constexpr):
     """Return the bytes of all steps of a row's tokens, each from the token's level up to its cap, whose worth is at least a threshold.
 
-    ``bits``: the threshold, as the bits of a float32.
+    ``bits``: the threshold, as the bits of a float32. VALUE, LEVEL, CAP: the row's entries, ``tokens`` each. WORTHS, PRICES: of each of
+    STEPS steps.
     """
     threshold = bits.to(tl.float32, bitcast=True)
     total = tl.zeros([BLOCK], tl.int64)
@@ -32,9 +33,9 @@ def _price(VALUE, LEVEL, CAP, WORTHS, PRICES, bits, tokens, STEPS: tl.constexpr,
 
 @triton.jit
 def _climb(VALUE, LEVEL, CAP, WORTHS, bits, tokens, STEPS: tl.constexpr, BLOCK: tl.constexpr):
-    """Raise LEVEL [tokens] in place, up to each token's CAP, by every step with a worth of at least the threshold.
+    """Raise LEVEL [tokens] in place, up to each token's CAP, by every step with a worth of at least a threshold.
 
-    ``bits``: the threshold's float32 bits, as an int.
+    ``bits``: the threshold, as the bits of a float32. The other operands are as in ``_price``.
     """
     threshold = bits.to(tl.float32, bitcast=True)
     for start in range(0, tokens, BLOCK):
@@ -62,7 +63,8 @@ def choose_levels(
     """Write LEVEL int8 [R, T] between LOW and HIGH, for at most SPEND bytes per row beyond those of LOW; CAP int8 [R, T] is scratch.
 
     A program has one row. VALUE float32 [R, T], positive, times a step's worth WORTHS (float32) orders the steps; PRICES int64: a step's
-    bytes. A round ends at the first step that does not fit; the next round takes cheaper steps only.
+    bytes. A round ends at the first step that does not fit; the next round takes cheaper steps only. STEPS: levels less one; ROUNDS: rounds
+    at most.
     """
     row = tl.program_id(0).to(tl.int64) * tokens
     VALUE, LOW, HIGH, LEVEL, CAP = VALUE + row, LOW + row, HIGH + row, LEVEL + row, CAP + row

@@ -20,8 +20,9 @@ from kvcompile.lowering.append.rounding import MAGIC, quotient, rounded_up
 
 @triton.jit
 def _bucket(ENDS, level, b, first, LEVELS: tl.constexpr, BITS: tl.constexpr):
-    """Return, for each token's ``level``, its bucket's first index in batch row ``b``, number of tokens, first row of
-    the pool, and bits.
+    """Return (first index in batch row ``b``, number of tokens, first row of the pool, bits) of the bucket of each token's ``level``.
+
+    ``first``: settled tokens of a batch row. For level LEVELS, of entering tokens: 0, 0, 0 and 8.
     """
     start, held, row, bits = level * 0, level * 0, level * 0, level * 0 + 8
     before = first * 0
@@ -37,7 +38,7 @@ def _bucket(ENDS, level, b, first, LEVELS: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _level(ENDS, place, b, first, LEVELS: tl.constexpr):
-    """Return the level of the settled token at each index of a batch row."""
+    """Return the level of the settled token at each index ``place`` of batch row ``b``, which has ``first`` settled tokens."""
     level = place * 0
     for each in tl.static_range(LEVELS - 1):
         level += (place >= end_of(ENDS, b, first, each, LEVELS)).to(tl.int32)
@@ -49,10 +50,11 @@ def _found(
     CODES, SCALES, ENDS, SETTLED_SCALES, WHERE, POOL, first, pages, b, k, rows, K: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
     BITS: tl.constexpr, TILE: tl.constexpr,
 ):
-    """Locate a program's tokens: return (at, high, bits, scale, position, level, ok), an entry for each of TILE tokens.
+    """Return (at, high, bits, scale, position, level, ok) of a program's tokens, an entry for each of TILE tokens.
 
     ``at``, ``high``: pointers to a token's codes and to the high part of 3-bit codes; ``bits``: its width; ``level``: LEVELS for entering
-    tokens. ``ok`` masks lanes without a token.
+    tokens. ``ok`` masks lanes without a token. ``first``: settled tokens of a batch row; ``pages``: of entering tokens; ``b``, ``k``: batch
+    row and kv head; ``rows``: batch rows. CODES, SCALES: planes of entering tokens. BITS: see ``bits_of``; C: channels of a run.
     """
     of_settled = tl.cdiv(first, TILE)
     if tl.program_id(0) < of_settled:
@@ -80,7 +82,10 @@ def _found(
 
 @triton.jit
 def _codes(at, high, bits, ok, C: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return signed codes of eight runs, int32 [tokens, COLUMNS] each, 0 from column C on, of tokens with bytes at ``at`` and ``high``."""
+    """Return signed codes of eight runs, int32 [tokens, COLUMNS] each, 0 from column C on, of tokens with bytes at ``at`` and ``high``.
+
+    ``bits``: each token's width; ``high``: the rest of 3-bit codes; 0 for tokens that are not ``ok``.
+    """
     j = tl.arange(0, COLUMNS)
     there = ok[:, None] & (j < C)[None, :]
     three = (bits == 3)[:, None]
@@ -109,7 +114,7 @@ def _codes(at, high, bits, ok, C: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _turned(x, C: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the values [tokens, COLUMNS] of eight runs rotated, into or out of the frame of narrow keys."""
+    """Return values in eight runs [tokens, COLUMNS] rotated, into or out of the frame of narrow keys: the rotation is its own inverse."""
     matrix = of_run(C, COLUMNS).to(tl.float32)
     within = ()
     for run in tl.static_range(8):
@@ -119,7 +124,7 @@ def _turned(x, C: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _mean(MEAN, b, k, run: tl.constexpr, K: tl.constexpr, C: tl.constexpr, COLUMNS: tl.constexpr):
-    """Load the mean of narrow keys in a run's channels, [1, COLUMNS]."""
+    """Load the mean of narrow keys of batch row ``b`` and kv head ``k`` in the channels of run number ``run``, [1, COLUMNS]."""
     j = tl.arange(0, COLUMNS)
     at = MEAN + (b * K + k) * (8 * C) + 2 * C * (run // 2) + 2 * j + run % 2
     return tl.load(at, mask=j < C, other=0.0).to(tl.float32)[None, :]
@@ -143,7 +148,8 @@ def decode_tokens(
 ):
     """Write OUT [B, heads, count, D]: decoded tokens at positions below ``count``, of the kv heads from ``from_head`` on.
 
-    Grid: tiles of settled and of entering tokens, heads, batch rows.
+    ``pages``: of entering tokens; ``rows``: batch rows; BITS: see ``bits_of``; TURNED: narrow tokens are rotated keys. Grid: tiles of
+    settled and of entering tokens, heads, batch rows.
     """
     k, b = from_head + tl.program_id(1), tl.program_id(2)
     first = tl.load(FIRST).to(tl.int32)
@@ -207,7 +213,8 @@ def move_tokens(
 ):
     """Write the tokens at positions below ``count`` in new widths, into the planes TO_SCALES, TO_WHERE (positions) and TO_POOL (codes).
 
-    LEVEL int8 and PLACE int32 [B, count]: each token's new level and index; TO_ENDS, which is only read, has the new buckets. Does what
+    LEVEL int8 and PLACE int32 [B, count]: each token's new level and index; TO_ENDS, which is only read, has the new buckets. SIGNED:
+    scales of narrow codes have a sign. ULP, TINY: see ``rounded_up``. The other operands are as in ``decode_tokens``. Does what
     ``moves.EagerMoves`` does. Grid: tiles of settled and of entering tokens, kv heads, batch rows.
     """
     k, b = tl.program_id(1), tl.program_id(2)

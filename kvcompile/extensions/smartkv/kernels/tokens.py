@@ -17,13 +17,13 @@ ROW = tl.constexpr(buckets.ROW)
 
 @triton.jit
 def bits_of(BITS: tl.constexpr, LEVEL: tl.constexpr):
-    """Return the bits of a level, from the constant BITS that holds four bits for each level (``bits_of_levels``)."""
+    """Return the bits of level LEVEL, from the constant BITS, which holds four bits for each level (``bits_of_levels``)."""
     return (BITS >> (4 * LEVEL)) & 15
 
 
 @triton.jit
 def end_of(ENDS, b, first, LEVEL: tl.constexpr, LEVELS: tl.constexpr):
-    """Return the index where a bucket ends, counted within its batch row of ``first`` settled tokens; 0 for level -1."""
+    """Return the index where the bucket of LEVEL ends, counted within batch row ``b`` of ``first`` settled tokens; 0 for level -1."""
     if LEVEL < 0:
         return first * 0
     else:
@@ -38,5 +38,8 @@ def pool_of(ENDS, POOL, b, LEVEL: tl.constexpr, LEVELS: tl.constexpr):
 
 @triton.jit
 def entered(place, b, k, rows, K: tl.constexpr):
-    """Return the indices of entering tokens in their planes, int64; ``place``: position minus that of the first entering token."""
+    """Return the indices of entering tokens of batch row ``b`` and kv head ``k`` in their planes, int64.
+
+    ``place``: position minus that of the first entering token; ``rows``: the number of batch rows.
+    """
     return (((place // PAGE) * rows + b) * K + k).to(tl.int64) * PAGE + place % PAGE

@@ -77,7 +77,7 @@ def calibrate(
     model: torch.nn.Module, batches: Iterable[Any], scheme: str = "int8", *, granularity: str | ScaleExtent = ScaleExtent.TENSOR,
     percentile: float = 100.0, margin: float = 1.0, validation: Iterable[Any] = (), report: Callable[[Calibration], None] | None = None,
 ) -> Calibrated:
-    """Measure static scales of ``scheme`` (int8 or fp8) on a causal model; returns the scheme that has them, ready to serve.
+    """Return ``scheme`` (int8 or fp8) with static scales that are measured on a causal model here, ready to serve.
 
     ``batches``: token ids [B, S], or mappings of the model's arguments; tokens that an ``attention_mask`` [B, S] masks do not count.
     ``granularity``: one scale for the keys and one for the values of each layer (tensor), or one per kv head (head). A scale covers the

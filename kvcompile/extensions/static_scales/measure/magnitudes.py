@@ -30,7 +30,7 @@ class Magnitudes:
     finite: bool = True
 
     def add(self, tokens_nKD: torch.Tensor) -> None:
-        """Count tokens [n, K, D]. Waits for the device."""
+        """Add the magnitudes of tokens [n, K, D] to the record, in place. Waits for the device."""
         size = tokens_nKD.detach().to(torch.float32).abs()
         heads = size.shape[1]
         if not self.values:
@@ -75,7 +75,7 @@ class Clipped:
     values: int = 0
 
     def add(self, tokens_nKD: torch.Tensor) -> None:
-        """Count tokens [n, K, D]. Waits for the device."""
+        """Add the values of tokens [n, K, D] to both numbers, in place. Waits for the device."""
         # The scale was rounded by less than two units in the last place.
         edge = (self.reach * (1 + 2.0**-22)).to(tokens_nKD.device)[:, None]
         self.beyond += int((tokens_nKD.to(torch.float32).abs() > edge).sum())
