@@ -239,7 +239,10 @@ def _built(
     module: fx.GraphModule, fakes: Sequence[Any], fake_mode: FakeTensorMode, settings: Settings, mode: str | None,
     options: dict[str, Any] | None, plan: str, replayed: bool,
 ) -> Compiled:
-    """Compile a copy of a graph, with equal layers as regions if ``settings.fold``; raises _NotAsRegions if that fails."""
+    """Return the code of a copy of ``module``, compiled with equal layers as regions if ``settings.fold``.
+
+    Raises _NotAsRegions if it has regions and cannot be compiled; passes on errors that name a damaged cache entry.
+    """
     cuda = settings.inner is Inner.INDUCTOR and any(isinstance(item, torch.Tensor) and item.device.type == "cuda" for item in fakes)
     inlined = inline_append(module, cuda)
     inlined.meta.update(module.meta)

@@ -28,7 +28,11 @@ def e4m3_codes(x):
 
 @triton.jit
 def absmax_scale(top, QMAX: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr, stored: tl.constexpr):
-    """Return scales in dtype ``stored`` of largest magnitudes, given as the bits of float32, with infinity and NaN above all numbers."""
+    """Return scales in dtype ``stored`` of largest magnitudes, given as float32 bits.
+
+    ``top``: the bits; those of infinity and NaN are above all numbers'. QMAX: the largest code. ULP, TINY: see ``rounded_up``. A scale is
+    at least TINY.
+    """
     scale = rounded_up(top.to(tl.float32, bitcast=True) * (1 / QMAX), ULP, TINY, stored)
     # Exact, since float32 holds every scale dtype.
     return tl.where(scale.to(tl.float32) < TINY, TINY, scale.to(tl.float32)).to(stored)
@@ -38,7 +42,8 @@ def absmax_scale(top, QMAX: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr,
 def symmetric_codes(x, scale, BITS: tl.constexpr, PARTS: tl.constexpr, E4M3: tl.constexpr):
     """Return codes, int32 in BITS bits, of float32 x by scales that broadcast to it; code 0, or e4m3's NaN, where the scale is NaN.
 
-    E4M3: 0 for integers, 1 for e4m3 in integer instructions, 2 by the device's conversion.
+    PARTS: codes of a word; with several, 2^(BITS - 1) is added to integers. E4M3: 0 for integers, 1 for e4m3 in integer instructions, 2 by
+    the device's conversion.
     """
     # No clamp: the scale is rounded up, so a quotient exceeds the largest code by rounding alone, and rounds to it.
     scaled = quotient(x, scale)

@@ -37,7 +37,7 @@ def append_traced(*operands: Any) -> None:
 
 
 def append_window_traced(*operands: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run ``append_window`` in a compiled graph, by kernels or its body."""
+    """Run ``append_window`` in a compiled graph, by kernels or its body; return its results: (newest tokens, origins in force)."""
     return _windows([operands])[0]
 
 

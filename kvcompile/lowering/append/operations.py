@@ -51,14 +51,20 @@ def rows_by_kernels(launcher: Launcher, *operands: Any) -> list[torch.Tensor]:
 
 
 def own_by_kernel(launcher: Launcher, *operands: Any) -> list[torch.Tensor]:
-    """Start the kernel of ``append_own_kernel``, which the operands' scheme provides; returns an empty list."""
+    """Encode and write the new tokens of one slot by the kernel that its scheme provides, started by ``launcher``; return [].
+
+    ``operands``: those of ``append_own_kernel``.
+    """
     own = append_of(operands[-1])
     assert own is not None
     return own.run([operands], launcher)
 
 
 def windows_by_kernels(launcher: Launcher, *operands: Any) -> list[torch.Tensor]:
-    """Start the kernels of ``append_window_kernel``; returns the newest tokens of each slot."""
+    """Append new tokens to the windows of one or two slots by kernels that ``launcher`` starts; return each slot's newest tokens.
+
+    ``operands``: those of ``append_window_kernel``, one slot after another.
+    """
     from kvcompile.lowering.append import window_blocks as triton_append_blocks
     from kvcompile.lowering.append import window_token as triton_append
 

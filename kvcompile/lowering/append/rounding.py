@@ -35,7 +35,7 @@ def greater(a, b):
 
 @triton.jit
 def quads_of_words(codes, BITS: tl.constexpr, PARTS: tl.constexpr):
-    """Pack codes int32 [n, D] into bytes, as ``schemes.asymmetric.pack``, four neighbouring bytes in an int32: [n, D / PARTS / 4].
+    """Return codes int32 [n, D] packed to bytes as by ``schemes.asymmetric.pack``, four neighbouring bytes in an int32: [n, D / PARTS / 4].
 
     Neighbours are in one thread; a word's parts are not, so they move between threads four words at a time.
     """
@@ -57,7 +57,10 @@ def rounded_down(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def rounded_up(x, ULP: tl.constexpr, TINY: tl.constexpr, DTYPE: tl.constexpr):
-    """Return x >= 0 rounded up to DTYPE, at most one unit above, NaN if x is not finite; as ``schemes.symmetric.rounded_up``."""
+    """Return x >= 0 rounded up to DTYPE, at most one unit above, NaN if x is not finite; as ``schemes.symmetric.rounded_up``.
+
+    ULP, TINY: SCALE_ULP and TINY of DTYPE (``schemes.symmetric``). Float32 stays as it is.
+    """
     x = tl.where(tl.abs(x) < float("inf"), x, float("nan"))
     if tl.constexpr(DTYPE.primitive_bitwidth == 32):
         return x
@@ -79,7 +82,10 @@ def quotient(n, scale):
 
 @triton.jit
 def stored_range(x, STEPS: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr, DTYPE: tl.constexpr):
-    """Return scale and zero point of groups along the last axis of a float32 block, in DTYPE; as ``schemes.asymmetric.stored_range``."""
+    """Return the scale and the zero point of each group, the last axis of float32 ``x`` [n, groups, channels], in DTYPE.
+
+    As ``schemes.asymmetric.stored_range``; STEPS: the largest code; ULP, TINY: see ``rounded_up``.
+    """
     # tl.min and tl.max ignore NaN.
     nans = tl.max((x != x).to(tl.int32), 2, keep_dims=True) != 0
     low = tl.where(nans, float("nan"), tl.min(x, 2, keep_dims=True))

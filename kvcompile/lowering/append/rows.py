@@ -6,6 +6,11 @@ largest magnitude of every group, and packs codes equal to ``Symmetric.encode``'
 word are in different groups, and 64-bit divisions of every position. Bit for bit equal to the body, which a test checks.
 Positions outside of the planes poison the last row, as in ``ops.operations.append_body``; or, with SKIP, tokens with negative ones are left
 out, as in a pool of blocks (``lowering.paged``), and one beyond the planes ends a GPU's process where assertions are on.
+
+Names that append kernels share. X, POS: new tokens and their positions; ``x_b``, ``codes_n`` and the like: strides of X and planes by batch
+row (b), head (h), token (s), channel (d) and page (n); ``count``: new tokens of a batch row; ``pages``: pages of a plane. HEADS: kv heads;
+PAGE: tokens of a page; D: channels; PARTS, BITS: codes of a word and bits of a code; SEGMENTS: bytes of a word, stored apart; GROUP:
+channels that share a scale; ULP, TINY: see ``rounding.rounded_up``.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -37,7 +42,8 @@ def row_places(given, pages, PAGE: tl.constexpr):
     """Return (inside, page, row) of the positions ``given``: whether each is within ``pages`` pages, and the page and row to write.
 
     A position outside is given the last row of the last page. Callers write NaN there, so that a wrong position shows in attention's
-    result. Takes loaded positions: torch counts a pointer argument as written if the helper's result is used in an address.
+    result. PAGE: tokens of a page. Takes loaded positions: torch counts a pointer argument as written if the helper's result is used in an
+    address.
     """
     room = pages * PAGE
     inside = (given >= 0) & (given < room)
@@ -47,7 +53,10 @@ def row_places(given, pages, PAGE: tl.constexpr):
 
 @triton.jit
 def written(there, given, pages, PAGE: tl.constexpr, SKIP: tl.constexpr):
-    """Return the mask of tokens to write: ``there`` or, with SKIP, ``there`` without the tokens at positions outside of the planes."""
+    """Return the mask of tokens to write: ``there`` or, with SKIP, ``there`` without the tokens at positions outside of the planes.
+
+    ``given``: the tokens' positions, ``pages`` * PAGE of which are in the planes.
+    """
     if SKIP:
         tl.device_assert(given < pages * PAGE, "expected slots of the pool, found one behind its last", mask=there)
         there = there & (given >= 0) & (given < pages * PAGE)
@@ -64,6 +73,9 @@ def _append_rows(
     """Encode ROWS tokens of one kv head of batch row ``b``; write CODES and SCALES at the tokens' positions.
 
     The WIDTH channels in one part of the words are WIDTH // GROUP groups with a scale each, padded to UNITS groups of UNIT channels.
+
+    ``program``: its number in the batch row, kv heads first; ``count``: new tokens; ``pages``: of the planes. BITS, PARTS: a word has PARTS
+    codes of BITS bits. E4M3: see ``symmetric_codes``; QMAX, ULP, TINY: see ``absmax_scale``; SKIP: see ``written``.
     """
     h = (program % HEADS).to(tl.int64)
     s = (program // HEADS) * ROWS + tl.arange(0, ROWS)
@@ -110,7 +122,10 @@ def tokens_of(x: torch.Tensor, columns: int, tile: int) -> int:
 
 
 def launch(kernel: Any, slot: Any, launcher: Launcher | None) -> None:
-    """Start a kernel of one slot, [B, K, S, D], ``slot.rows`` tokens a program; ``launcher`` None starts it immediately."""
+    """Start a kernel of one slot, by programs of ``slot.rows`` tokens; ``launcher`` None starts it immediately.
+
+    ``slot``: a record with x [B, K, S, D], ``rows``, ``operands`` and ``constants``.
+    """
     launcher = launcher or Direct(slot.x.device.type == "cuda")
     grid = ((slot.x.shape[2] + slot.rows - 1) // slot.rows * slot.x.shape[1], slot.x.shape[0])
     launcher.kernel(kernel, grid, *slot.operands(), warps=1 if slot.rows == 1 else None, **slot.constants())
@@ -128,7 +143,7 @@ def by_constant(slot: Callable[..., Any], fits: Callable[[Any], bool], kernel: A
 
 
 def plain(x: torch.Tensor, planes: Sequence[torch.Tensor]) -> bool:
-    """Return whether tokens have a dtype that kernels load, and the planes' rows are contiguous."""
+    """Return whether the tokens ``x`` have a dtype that kernels load, and the rows of ``planes`` are contiguous."""
     in_order = all(plane.stride(4) == 1 and plane.stride(3) == plane.shape[4] for plane in planes)
     return in_order and x.dtype in {torch.float16, torch.bfloat16, torch.float32}
 
@@ -190,8 +205,9 @@ def fits(slot: Rows) -> bool:
 
 
 def append_rows(slots: Sequence[Rows], launcher: Launcher | None = None) -> None:
-    """Run ``append_body`` in one launch for one slot, or for two slots of one batch, that ``fits`` accepts; ``launcher`` None starts it
-    immediately.
+    """Encode and write the new tokens of one slot, or of two slots of one batch, in one launch, as ``append_body`` does.
+
+    ``fits`` must accept the slots. ``launcher`` None starts the kernel immediately.
     """
     batch = slots[0].x.shape[0]
     assert all(slot.x.shape[0] == batch for slot in slots)

@@ -51,7 +51,7 @@ class SlotKernels:
 
 
 def slot_kernels(program: Any) -> SlotKernels:
-    """Make the kernels ``X_one`` and ``X_two`` from a Triton function ``_X`` of a program's number, a slot's operands and constants."""
+    """Return the kernels ``X_one`` and ``X_two`` of a Triton function ``_X`` of a program's number, a slot's operands and constants."""
     function = program.fn
     own, *parameters = inspect.signature(function).parameters.values()
     rows = [each.name for each in parameters if each.name == BATCH]

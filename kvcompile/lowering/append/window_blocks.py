@@ -43,17 +43,19 @@ MOST_ELEMENTS = 8192
 
 @triton.jit
 def _refused(there, said, s, first, used, ordered, room):
-    """Return the mask of those of the call's tokens ``s`` that are refused: out of order, or past the store's end.
+    """Return the mask of the call's tokens ``s`` that are refused: out of order, or past the store's end.
 
-    ``there``: which of them exist; ``said``: the positions given for them; ``room``: the end of the store.
+    ``there``: which of them exist; ``said``: the positions given for them; ``first``: that of the call's first token; ``used``: the row's
+    origin; ``ordered``: whether the call continues the row; ``room``: the end of the store.
     """
     return there & ((ordered & (said == first + s) & (said - used < room)) == 0)
 
 
 @triton.jit
 def _new(s, SOURCE, POSITIONS, first, used, ordered, count, room, x_s, x_d, pos_s, D: tl.constexpr):
-    """Return tokens ``s`` [n] of the call as [n, D], 0 for indices outside of the call, and the mask of those that are refused (to become
-    NaN).
+    """Return tokens ``s`` [n] of the call as [n, D], 0 for indices outside of the call, and the mask of those to become NaN, being refused.
+
+    SOURCE, POSITIONS: the row's tokens, of which there are ``count``, and their positions. The other operands are as in ``_refused``.
     """
     there = (s >= 0) & (s < count)
     said = tl.load(POSITIONS + s * pos_s, mask=there, other=0)
@@ -65,7 +67,7 @@ def _new(s, SOURCE, POSITIONS, first, used, ordered, count, room, x_s, x_d, pos_
 def _give(recent, s, x, poisoned, count, W: tl.constexpr, D: tl.constexpr):
     """Store tokens ``s`` [n] of the call, channels ``x`` [n, D], in ``recent``, the tensor of newest tokens, as NaN where ``poisoned``.
 
-    Two stores, since a select would unpack 16-bit pairs.
+    ``count``: tokens of the call, behind the window's W. Two stores, since a select would unpack 16-bit pairs.
     """
     to = recent + (W + s)[:, None] * D + tl.arange(0, D)[None, :]
     there = (s >= 0) & (s < count)
@@ -84,7 +86,8 @@ def _append_blocks(
     """Append ROWS positions of one kv head of batch row ``b``: write RECENT, the newest tokens, and CODES, SCALES, ZEROS of whole blocks.
 
     ZEROS only without QMAX; if SUB is NORMED also norms, to OWN. RING and CLOCK are only read: ``_roll`` writes them. They and RECENT are
-    contiguous.
+    contiguous. ``program``: the tile of positions and the kv head, heads first; ``count``: tokens of the call; ``pages``: of the planes.
+    Constants: see ``window_token._encode_block``.
     """
     h = (program % HEADS).to(tl.int64)
     tile = program // HEADS
@@ -177,6 +180,8 @@ def _append_blocks(
 def _first_apart(positions, first, count, pos_s):
     """Return the index of the first of ``count`` tokens whose position is not ``first`` plus its index; 0 if there is none.
 
+    ``positions``: a pointer to the tokens' positions.
+
     Token 0, whose position is ``first``, is never apart.
     """
     least = first * 0 + count
@@ -195,7 +200,7 @@ def _roll(
     """Copy COPY of the W newest tokens of one kv head of batch row ``b`` from RECENT into the window RING.
 
     One program a head also writes CLOCK: the row's token count, or the mark of a broken row, and its origin. Other programs read the clock
-    while it is written.
+    while it is written. ``count``: tokens of the call; ``pages``: of the planes.
     """
     h = (program % HEADS).to(tl.int64)
     first = tl.load(POS + b * pos_b)
@@ -223,7 +228,7 @@ APPEND_BLOCKS, ROLL = slot_kernels(_append_blocks), slot_kernels(_roll)
 
 
 class Blocks(NamedTuple):
-    """A slot of many tokens, with the sizes and arguments of both launches."""
+    """A slot of many tokens, with the sizes and arguments of its share of both launches; ``exact_newest``: the tensor that they fill."""
 
     slot: WindowSlot
     exact_newest: torch.Tensor

@@ -10,6 +10,10 @@ OWN is the scheme's own plane, and SUB its kind. Above 0: the errors of SUB chan
 (``MinMax.subblock``), and a block is encoded once, by the token that completes it, as no reader needs its codes earlier. The products equal
 the body's but for the order of their sums, so a code may be one off. NORMED: a plane of norms (``MinMax.norms``), with the codes' layout.
 QMAX: the largest code of symmetric codes, which have no zero points; 0 for codes by minimum and maximum.
+
+The other names are as in ``rows``. RING, CLOCK: the planes of the window and of the clock; ORIGIN: the first position that the call's mask
+shows in each row, given if HAS_ORIGIN; RECENT: the newest tokens, which the kernel writes; BLOCK: tokens that share scales if above 1; W:
+tokens of the window; E4M3: see ``absmax.symmetric_codes``.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -48,7 +52,10 @@ MOST_ABSMAX = 1 << 15
 
 @triton.jit
 def minmax_codes(grouped, stored: tl.constexpr, BITS: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr):
-    """Return codes int32 of float32 [n, group, m], and scales and zero points [n, 1, m] in dtype ``stored``; as ``schemes.asymmetric``."""
+    """Return codes int32 of ``grouped``, float32 [n, group, m], and scales and zero points [n, 1, m] in dtype ``stored``.
+
+    As ``schemes.asymmetric``. BITS: of a code; ULP, TINY: see ``rounded_up``.
+    """
     low = tl.reduce(grouped, 1, lesser, keep_dims=True)
     high = tl.reduce(grouped, 1, greater, keep_dims=True)
     zero = low if stored == tl.float32 else rounded_down(low, stored)
@@ -68,9 +75,10 @@ def block_codes(
     grouped, stored: tl.constexpr, BITS: tl.constexpr, PARTS: tl.constexpr, QMAX: tl.constexpr, E4M3: tl.constexpr, ULP: tl.constexpr,
     TINY: tl.constexpr,
 ):
-    """Return (codes int32 [n, group, m], scales [n, 1, m], zero points [n, 1, m]) of float32 [n, group, m].
+    """Return (codes int32 [n, group, m], scales [n, 1, m], zero points [n, 1, m]) of ``grouped``, float32 [n, group, m].
 
-    Symmetric codes have no zero points: their scales are returned in both places.
+    Symmetric codes have no zero points: their scales are returned in both places. QMAX: the largest symmetric code, 0 for codes by minimum
+    and maximum; BITS, PARTS, E4M3: see ``symmetric_codes``; ULP, TINY: see ``rounded_up``.
     """
     if QMAX > 0:
         # Magnitudes compare as integers, with infinity and NaN above all numbers.
@@ -94,6 +102,8 @@ def corrected(
 
     One loop, not unrolled, and it quantizes a panel of channels at a time: instructions and compile time do not depend on D // SUB. A panel
     has at least 16 channels, the least that tensor cores sum over; the errors of those outside of the sub-block are zero.
+
+    ``stored``, BITS, ULP, TINY: see ``minmax_codes``.
     """
     N: tl.constexpr = content.shape[0]
     D: tl.constexpr = content.shape[1]
@@ -117,7 +127,7 @@ def corrected(
 
 @triton.jit
 def normed(content, stored: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr):
-    """Return float32 [n, D] of tokens divided by their norms, and the norms [n, 1] in dtype ``stored``; as ``schemes.normed``."""
+    """Return tokens ``content`` [n, D] divided by their norms, and these norms [n, 1] in dtype ``stored``; as ``schemes.norms``."""
     wide = content.to(tl.float64)
     size = (tl.sqrt(tl.sum(wide * wide, 1, keep_dims=True) / content.shape[1]) * 0.5).to(tl.float32)
     up = rounded_up(size, ULP, TINY, stored)
@@ -129,9 +139,11 @@ def normed(content, stored: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr)
 
 @triton.jit
 def origin_of(first, kept, given, HAS_ORIGIN: tl.constexpr):
-    """Return a row's origin to use, the origin to store, and whether this call's mask is consistent with it; ``ops.append_window.begins``.
+    """Return a row's origin to use, the origin to store, and whether this call's mask is consistent with it.
 
-    Takes loaded values, not pointers: torch counts a pointer argument as written if the helper's result is used in an address.
+    ``first``: the call's first position; ``kept``: the stored origin; ``given``: the mask's origin, only with HAS_ORIGIN. The rule is
+    ``ops.append_window.begins``. Takes loaded values, not pointers: torch counts a pointer argument as written if the helper's result is
+    used in an address.
     """
     if HAS_ORIGIN:
         used = tl.where((first == 0) | ((kept >= first) & (given >= first)), given, kept)
@@ -149,8 +161,8 @@ def held_behind(end, room, follows, fits, expected, found, held, kept, given, HA
     """Return a row's number of tokens after a call that ends at ``end``, or the mark of a broken row; as ``ops.append_window``.
 
     ``follows``: the first token is at the row's next position. ``expected``, ``found``: due and given position of the first token out of
-    order, equal if all are in order. ``fits``: the mask, which shows positions from ``given`` on, shows none before the origin. All are
-    loaded or computed int64 values.
+    order, equal if all are in order. ``fits``: the mask, which shows positions from ``given`` on, shows none before the origin. ``held``,
+    ``kept``: the stored count and origin; ``room``: tokens that the planes hold. All are loaded or computed int64 values.
     """
     unfit = follows & (fits == 0)
     whole = expected == found
@@ -172,6 +184,8 @@ def _encode_block(
     """Encode block ``last``, its tokens ``t`` [BLOCK] with ``content`` float32 [BLOCK, D], of one kv head of one batch row.
 
     Written: its entries of CODES, SCALES, ZEROS (only without QMAX) and, if SUB is NORMED, of OWN: the norms. The pointers are to the head.
+    ``codes_n``, ``scales_n``: strides of pages. SEGMENTS: bytes of a word; BLOCK: tokens that share scales, GROUP: channels that do if
+    BLOCK is 1; the other constants are as in ``block_codes``.
     """
     if SUB > 0:
         content = corrected(content, OWN, SCALES.dtype.element_ty, BLOCK, SUB, BITS, ULP, TINY)
@@ -209,7 +223,8 @@ def _append_token(
     """Append one token of one kv head of one batch row: write RECENT, the newest tokens, put the token into RING, and update CLOCK.
 
     Its block is encoded by ``_encode_block``, with error feedback (SUB > 0) only when complete. A token out of order becomes NaN. RING, the
-    window, and CLOCK must be contiguous. See the module.
+    window, and CLOCK must be contiguous. ``program``: batch row and kv head, heads first; ``pages``: of the planes; W: tokens of the
+    window. Constants: see ``_encode_block``.
     """
     b = (program // HEADS).to(tl.int64)
     h = (program % HEADS).to(tl.int64)

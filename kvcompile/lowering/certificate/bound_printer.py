@@ -1,11 +1,10 @@
-"""Prints the sympy bounds as ATen and Triton code whose results are still bounds: every rounding error is added outwards.
+"""Prints the sympy bounds as ATen and Triton code whose results still bound: rounding errors raise upper bounds and lower the lower ones.
 
-The relative error of evaluating an expression is derived from the expression itself, node by node, for the
-unit roundoff of the dtype it is evaluated in: sums of nonnegative terms and products add up, exp multiplies the error
-of its argument by the argument, 1 - exp(-x) and tanh are well conditioned. A difference of nonnegative numbers
-cancels and is refused (``UnprintableBound``), except in the argument of exp and for ``Rise``. The printed value is then
-moved by that error, and by the least normal number, in the bound's direction. Symbols count as exact, since a bound that is
-an input of another bound was moved outwards already; ``INPUT_ERRORS`` names the exceptions.
+The relative error of evaluating an expression is derived from the expression itself, node by node, for the unit roundoff of the dtype it is
+evaluated in: sums of nonnegative terms and products add up, exp multiplies the error of its argument by the argument, 1 - exp(-x) and tanh
+are well conditioned. A difference of nonnegative numbers cancels and is refused (``UnprintableBound``), except in the argument of exp and
+for ``Rise``. The printed value is then moved by that error, and by the least normal number, in the bound's direction. Symbols count as
+exact, since a bound that is an input of another bound has its error added already; ``INPUT_ERRORS`` names the exceptions.
 
 Algebra of blocks and heads runs in float64: one evaluation per block of 16 tokens, so that neither exp(Delta) nor a
 mass below the least float32 needs a special case.
@@ -151,7 +150,10 @@ def _signed(bound: Bound) -> bool:
 
 
 def slack(bound: Bound) -> float:
-    """Return the relative amount by which a printed bound is moved outwards: twice its error, to cover the move's rounding; 0 if signed."""
+    """Return the relative amount by which a printed bound is raised, or lowered if it bounds from below: twice its error; 0 if signed.
+
+    Twice, to cover the rounding of that step too.
+    """
     if _signed(bound):
         return 0.0
     unit = UNITS[dtype_of(bound)]
@@ -159,7 +161,10 @@ def slack(bound: Bound) -> float:
 
 
 def aten_source(bound: Bound) -> str:
-    """Return a Python expression over torch that evaluates a bound, moved outwards by its rounding error. Raises UnprintableBound."""
+    """Return a Python expression over torch that evaluates a bound and adds its rounding error, so that the result is still a bound.
+
+    The error is added upwards or downwards, by the bound's direction. Raises UnprintableBound for an operation with an unknown error.
+    """
     return _outward(bound, _Aten(), "abs")
 
 

@@ -75,8 +75,9 @@ def value_terms(softmax: Sum, eta: torch.Tensor) -> torch.Tensor:
 
 
 def key_bound(softmax: Sum, delta: torch.Tensor, values: ValueBounds, center: torch.Tensor) -> torch.Tensor:
-    """Bound the error of the output that comes from keys, [B, K, Q] (theorem 2): all deviations of logits, rounding errors of exact keys
-    included.
+    """Return a bound on the error of the output that comes from keys, [B, K, Q] (theorem 2).
+
+    It covers all deviations ``delta`` of logits, rounding errors of exact keys included.
     """
     block = dict(weight=softmax.weight, gap=softmax.gap, delta=delta)
     least = total(_least_term(**block)) + softmax.sink * (1 - 2.0**-20)
@@ -87,7 +88,10 @@ def key_bound(softmax: Sum, delta: torch.Tensor, values: ValueBounds, center: to
 
 
 def accumulation(softmax: Sum, values: ValueBounds, chain: float) -> torch.Tensor:
-    """Bound the error of summing in float32, [B, K, Q]; ``chain``: rounding steps between a product and the output (theorem 6)."""
+    """Return a bound on the error of summing in float32, [B, K, Q] (theorem 6).
+
+    ``chain``: rounding steps between a product and the output.
+    """
     term = _accumulation_term(
         weight=softmax.weight, gap=softmax.gap, chain=chain, nu=values.nu, eta=values.eta,
         vmax=(values.nu + values.eta).amax(-1, keepdim=True),
@@ -101,7 +105,7 @@ def norm(x: torch.Tensor) -> torch.Tensor:
 
 
 def output_rounding(size: torch.Tensor, dtype: torch.dtype, width: int) -> torch.Tensor:
-    """Bound the error of rounding a result of norm ``size`` and ``width`` channels to the output's dtype."""
+    """Return a bound on the error of rounding a result of norm ``size`` and ``width`` channels to ``dtype``."""
     return _output_rounding(norm=size, out_unit=OUTPUT_UNIT[dtype], out_tiny=OUTPUT_TINY[dtype] * math.sqrt(width))
 
 

@@ -97,12 +97,12 @@ class Errors:
         return Errors(torch.where(condition, 0, self.own), torch.where(condition, rest, self.rest), self.error_feedback)
 
     def every(self) -> torch.Tensor:
-        """Bound each channel's total error; float64 [B, K, T, D]."""
+        """Return a bound on each channel's total error, float64 [B, K, T, D]."""
         own, rest = self.own.to(torch.float64), self.rest.to(torch.float64)
         return own + rest if self.error_feedback is None else own + own @ self.error_feedback.abs().to(torch.float64) + rest
 
     def along(self, query: torch.Tensor) -> torch.Tensor:
-        """Bound the errors of products with queries; float64 [B, K, N, D] -> [B, K, N, T]."""
+        """Return bounds on the errors of products of tokens with ``query``, float64 [B, K, N, D] -> [B, K, N, T]."""
         own, rest = (x.to(torch.float64).transpose(-1, -2) for x in (self.own, self.rest))
         turned = query if self.error_feedback is None else query + query @ self.error_feedback.to(torch.float64).transpose(-1, -2)
         return turned.abs() @ own + query.abs() @ rest
@@ -121,7 +121,7 @@ class Turning:
     dtype: torch.dtype
 
     def rest(self, values: torch.Tensor, own: torch.Tensor) -> torch.Tensor | float:
-        """Bound the error that rotation adds to each channel of tokens ``values``, [B, K, T, D]; 0.0 if the store does not rotate.
+        """Return a bound on the error that rotation adds to each channel of ``values`` [B, K, T, D]; 0.0 if the store does not rotate.
 
         It covers rounding of the stored token and, for keys, of the query. ``own``: the bound on the codes' error.
         """
@@ -132,7 +132,7 @@ class Turning:
         return 2 * _stored_rounding(size, self.dtype) + rounding(self.rotation.order, self.head_dim) * length
 
     def result(self, size: torch.Tensor) -> torch.Tensor | float:
-        """Bound the error that rotating back adds to a result of norm ``size``; 0.0 if channels are not rotated."""
+        """Return a bound on the error that rotating back adds to a result of norm ``size``; 0.0 if channels are not rotated."""
         if self.rotation is None:
             return 0.0
         tiny = OUTPUT_TINY[self.dtype] * math.sqrt(self.head_dim)
@@ -140,7 +140,7 @@ class Turning:
 
 
 def _stored_rounding(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Bound the distance of ``x`` from a number that became ``x`` by rounding to ``dtype``."""
+    """Return a bound on the distance of ``x`` from a number that became ``x`` by rounding to ``dtype``."""
     return x.abs() * (2 * OUTPUT_UNIT[dtype]) + OUTPUT_TINY[dtype]
 
 

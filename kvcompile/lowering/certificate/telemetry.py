@@ -162,7 +162,11 @@ def own_rows(plane: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
 
 
 def added_up(planes: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> torch.Tensor:
-    """Sum telemetry planes of one device into one [1, 1, 1, 1, columns], net of counts inherited from copied caches; no synchronisation."""
+    """Return the sum of telemetry planes of one device, [1, 1, 1, 1, columns]; does not wait for the device.
+
+    ``planes``: each plane with the counts that its cache inherited as a copy, which are subtracted, or None. Columns of maxima get the
+    largest number; those that every step overwrites get 0.
+    """
     with torch.no_grad():
         most, last = _kinds(planes[0][0].device)
         joined = torch.cat([own_rows(plane, before).flatten(0, 1) for plane, before in planes])

@@ -24,13 +24,13 @@ def whole(text: object) -> str:
 
 @pass_context
 def size_of(context: Context, name: str, axis: int) -> str:
-    """Return the size of an operand along an axis, as text."""
+    """Return the size of operand ``name`` along ``axis``, as text."""
     return whole(context["size"](name, axis))
 
 
 @pass_context
 def stride_of(context: Context, name: str, axis: int) -> str:
-    """Return the stride of an operand along an axis, in elements, as text."""
+    """Return the stride of operand ``name`` along ``axis``, in elements, as text."""
     return whole(context["stride"](name, axis))
 
 

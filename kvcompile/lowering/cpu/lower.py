@@ -194,7 +194,10 @@ class _Fields:
         return f"{self.kernel.args.input(node.get_name())} + {self.text(node.get_layout().offset)}"
 
     def add(self, name: str, node: ir.IRNode | None, axes: tuple[str, ...], tokens: bool = False) -> None:
-        """Add pointer and strides; an axis of size 1 gets stride 0 (never the token or width axis)."""
+        """Add the pointer and the strides of ``node`` under ``name``; an axis of size 1 gets stride 0 (never the token or width axis).
+
+        ``tokens``: also its size along the last axis. Nothing for None.
+        """
         if node is None:
             return
         self.texts[name] = self.pointer(node)
@@ -210,7 +213,7 @@ class _Fields:
 
 
 def _ctype(node: ir.IRNode | None) -> str:
-    """Return the C++ element type of an operand; float if there is none."""
+    """Return the C++ element type of ``node``; float for None."""
     if node is None:
         return "float"
     return "bool" if node.get_dtype() == torch.bool else CPP_TYPES[node.get_dtype()]

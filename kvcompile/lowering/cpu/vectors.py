@@ -21,11 +21,11 @@ class CppVectors(_Cpp):
     """Casts and literals on vectors in C++ syntax: no promotion to int, so no narrowing."""
 
     def cast(self, text: str, source: torch.dtype, to: torch.dtype) -> str:
-        """Return the text of a conversion to another dtype, lane by lane."""
+        """Return ``text``, an expression of dtype ``source``, converted to dtype ``to`` lane by lane."""
         return text if source == to else f"lanes_cast<{_lane(to)}>({text})"
 
     def bitcast(self, text: str, source: torch.dtype, to: torch.dtype) -> str:
-        """Return the text of a reinterpretation of bits as another dtype."""
+        """Return ``text``, an expression of dtype ``source``, with its bits reinterpreted as dtype ``to``."""
         return f"lanes_bits<{_lane(to)}>({text})"
 
     def narrow(self, text: str, to: torch.dtype) -> str:
@@ -33,7 +33,7 @@ class CppVectors(_Cpp):
         return text
 
     def e4m3(self, text: str) -> str:
-        """Return the text that converts bytes to e4m3 floats."""
+        """Return ``text``, an expression of bytes, converted to e4m3 floats."""
         return f"lanes_e4m3({text})"
 
 

@@ -86,7 +86,7 @@ def tuned(template: Any, configs: Sequence[Any], nodes: dict[str, Any], layout: 
 
 
 def merge(partial: Any, sinks: Any, value_dim: int, dtype: torch.dtype | None, more: tuple[Any, Any, Any] | None = None) -> Any:
-    """Merge splits [Z, B, H, S, Dv + 2] into [B, H, S, Dv] by log-sum-exp, in Inductor's own operations.
+    """Return splits [Z, B, H, S, Dv + 2] merged into [B, H, S, Dv] by log-sum-exp, in Inductor's own operations.
 
     ``dtype``: the result's; None for float32 with each query's log-sum as one more channel.
 

@@ -150,11 +150,11 @@ class KernelSignature:
         return "\n".join(["import triton", "import triton.language as tl", "", "", "@triton.jit", f"def {KERNEL}({arguments}):", *lines])
 
     def size(self, name: str, axis: int) -> str:
-        """Return an operand's size along an axis, as text."""
+        """Return the size of operand ``name`` along ``axis``, as text."""
         return str(self._operand(name).size[axis])
 
     def stride(self, name: str, axis: int) -> str:
-        """Return an operand's stride along an axis, as text."""
+        """Return the stride of operand ``name`` along ``axis``, in elements, as text."""
         return str(self._operand(name).stride[axis])
 
     def _operand(self, name: str) -> Operand:

@@ -50,7 +50,10 @@ MAX_SPLITS = {4: ONE_PASS, 2: ONE_PASS, 1: 2 * ONE_PASS}
 
 
 def choose_tiles(base: AttendConfig, rows: int, page_rows: int | None, tuned: bool, shared_memory: int) -> list[AttendConfig]:
-    """Return ``base`` with each tile to try for ``rows`` rows that fits ``shared_memory`` bytes; only the first unless ``tuned``."""
+    """Return ``base`` with each tile to try for ``rows`` rows that fits ``shared_memory`` bytes; only the first unless ``tuned``.
+
+    If none is known to fit, the one with the fewest tokens.
+    """
     # Kernels that look up levels take few rows; more rows take several tiles.
     tiles = _lookup_tiles(base, min(rows, LOOKUP_ROWS)) if looks_up(base) else []
     tiles = [tile for tile in tiles if declared(base, tile) + needed(base, tile) <= UNASKED]
@@ -75,7 +78,7 @@ def looks_up(base: AttendConfig) -> bool:
 
 
 def needed(base: AttendConfig, tile: Tile) -> int:
-    """Bound the shared memory of one program in bytes: words in flight, the wider tile decoded, queries, scores, and reductions."""
+    """Return a bound on the bytes of one program's shared memory: words in flight, the wider tile decoded, queries, scores, reductions."""
     itemsize, row = base.dtype.itemsize, max(base.key_dim, base.value_dim)
     words = base.key_dim * base.key_word.itemsize + base.value_dim * base.value_word.itemsize
     if base.beside.tail:
@@ -99,7 +102,7 @@ def _lookup_tiles(base: AttendConfig, rows: int) -> list[Tile]:
 
 
 def declared(base: AttendConfig, tile: Tile) -> int:
-    """Bound the bytes of shared memory that assembly declares for tables and integer queries, which Triton does not count."""
+    """Return a bound on the bytes of shared memory that assembly declares for tables and integer queries, which Triton does not count."""
     key, value = dataclasses.replace(base, tile=tile).plans
     size = 0
     if key.picked:

@@ -160,7 +160,7 @@ def largest(scales, TOKENS: gl.constexpr):
 
 @gluon.jit
 def over_columns(x, WARPS: gl.constexpr, VALUE: gl.constexpr):
-    """Broadcast [WARPS, 8, halves] to each column of results, [WARPS, 8, 8], in the layout ``by_thread``."""
+    """Return x [WARPS, 8, halves] broadcast to each column of results, [WARPS, 8, 8], in the layout ``by_thread``."""
     if VALUE.halves == 2:
         x = gl.convert_layout(x, gl.SliceLayout(3, gl.SliceLayout(4, by_half(WARPS))), assert_trivial=True)
         x = gl.expand_dims(gl.expand_dims(x, 3), 4).broadcast_to([WARPS, 8, 2, 2, 2]).reshape([WARPS, 8, 8])

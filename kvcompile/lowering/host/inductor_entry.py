@@ -34,14 +34,20 @@ def cache_dir() -> str:
 
 
 def compile_by_inductor(module: fx.GraphModule, fakes: Sequence[Any], patches: dict[str, Any]) -> Callable[..., Any]:
-    """Compile a graph by ``compile_fx``, with ``patches`` of Inductor's config. The import, which loads every pass, happens only here."""
+    """Return the code of a graph, compiled by ``compile_fx`` for arguments like ``fakes``, with ``patches`` of Inductor's config.
+
+    Only here is ``compile_fx`` imported, which loads every pass.
+    """
     from torch._inductor.compile_fx import compile_fx
 
     return compile_fx(module, list(fakes), config_patches=patches)  # type: ignore[return-value]
 
 
 def compile_for_training(module: fx.GraphModule, fakes: Sequence[Any], memory_budget: float) -> Callable[..., Any]:
-    """Compile a graph with its backward pass; ``memory_budget``: share of activations (0 to 1) that is kept for the backward pass."""
+    """Return the code of a graph, compiled with its backward pass for arguments like ``fakes``.
+
+    ``memory_budget``: share of activations (0 to 1) that is kept for the backward pass.
+    """
     from torch._functorch import config as partitioner
 
     # Pre-grad passes look for calls of torch, and the graph is ATen.

@@ -73,7 +73,10 @@ def check_whole(known: Sequence[torch.Tensor], used: Sequence[torch.Tensor]) -> 
 
 
 class LaunchOutput(ir.InputsKernel):
-    """A buffer that a launch sequence makes. An ``InputsKernel``, which boxes take for realized, but not an operation of the graph."""
+    """A buffer that a launch sequence makes. An ``InputsKernel``, which boxes take for realized, but not an operation of the graph.
+
+    Making one registers the buffer in Inductor's graph.
+    """
 
     def __init__(self, layout: Any, maker: LaunchSequence) -> None:
         super().__init__(name=None, layout=layout, inputs=[])
@@ -90,7 +93,11 @@ class LaunchOutput(ir.InputsKernel):
 
 
 class LaunchSequence(ir.ExternKernel):
-    """The kernels of one operator, in order, as a node: reads its operands, makes results and scratch, writes its declared mutations."""
+    """The kernels of one operator, in order, as a node: reads its operands, makes results and scratch, writes its declared mutations.
+
+    Making one registers it, and the buffers that it makes, in Inductor's graph. ``nodes``: the buffer of each operand, by ``identity`` of
+    its fake tensor; ``results``: the tensors to return; ``written``: the boxes that it mutates.
+    """
 
     def __init__(self, recorder: Recorder, nodes: dict[int, Any], results: Sequence[torch.Tensor], written: Sequence[Any]) -> None:
         self.device = next(iter(nodes.values())).get_device()

@@ -124,7 +124,10 @@ class OnlyRoom(TorchDispatchMode):
         self.room: list[torch.Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an allocation, a view or a query. Raises NotRecorded for any other operator."""
+        """Run an allocation, a view or a query and return its result; keep what is allocated in ``room``.
+
+        Raises NotRecorded for any other operator.
+        """
         name, empty = func._schema.name, func._schema.name.startswith(self.EMPTY)
         if not func.is_view and not empty and not name.startswith(self.ASKED):
             raise NotRecorded(found=name)

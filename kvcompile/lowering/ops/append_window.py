@@ -18,11 +18,11 @@ a gap the window holds other tokens than attention expects: tokens that neither 
 0 are written as NaN; so are new tokens of a row whose mask now shows positions before its origin, which were never
 stored.
 
-A row is *broken* once its tokens came out of order, or its mask showed positions that were never stored: outside of the window its
-planes may then differ from the dense tensor. From then on its number of tokens is ``broken(expected, found)`` or
-``unstored(origin, shown)``, a number so far below 0 that no position follows it, until the row begins again at 0. Attention asks
-``is_broken`` and returns NaN for such a row (``rewrite.order``); the host, which does not synchronise at every step, reads the number
-when it reads the cache (``runtime.exact_window``).
+A row is *broken* once its tokens came out of order, or its mask showed positions that were never stored: outside of the window its planes
+may then differ from the dense tensor. From then on its number of tokens is ``broken(expected, found)`` or ``unstored(origin, shown)``, a
+number so far below 0 that no position follows it, until the row begins again at 0. Attention asks ``is_broken`` and returns NaN for such a
+row (``rewrite.order``); the host, which does not synchronise at every step, reads the number when it reads the cache
+(``runtime.store.exact_window``).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def is_broken(held: torch.Tensor) -> torch.Tensor:
 
 
 def said_of(held: int) -> tuple[int, int, bool]:
-    """Decode a broken row's count into (expected position, found position, unstored); -1 is any position below 0.
+    """Return (expected position, found position, unstored) of a broken row, whose count is ``held``; position -1 is any below 0.
 
     If ``unstored`` is true, the two are the row's origin and the earlier position that a mask showed.
     """

@@ -14,7 +14,7 @@ RUN = 32
 
 
 def kept_tokens(keep: torch.Tensor) -> torch.Tensor:
-    """Count the tokens that a mask keeps in each run: bool [B, T] -> int32 [B, ceil(T / RUN)]. Positions from T on are not counted."""
+    """Return how many tokens ``keep`` keeps in each run: bool [B, T] -> int32 [B, ceil(T / RUN)]. Positions from T on do not count."""
     runs = -(-keep.shape[1] // RUN)
     whole = functional.pad(keep, (0, runs * RUN - keep.shape[1]))
     return whole.reshape(keep.shape[0], runs, RUN).sum(2, dtype=torch.int32)

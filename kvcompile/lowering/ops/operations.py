@@ -115,7 +115,9 @@ def append_body(
     x: torch.Tensor, planes: list[torch.Tensor], pos: torch.Tensor, scheme: str, origin: torch.Tensor | None = None,
     tables: Sequence[torch.Tensor] | None = None,
 ) -> None:
-    """Encode x [B, K, S, D] and write the codes at positions pos [1 or B, S]; ``tables``: the layout's ``encoding`` planes.
+    """Encode x [B, K, S, D] and write codes and scales at positions pos [1 or B, S], in place.
+
+    ``tables``: the layout's ``encoding`` planes.
 
     ``origin``: int64 [B], each row's first position that is not padding, for schemes whose tokens share scales; None without padding.
     Padding before it is encoded separately: it is stored, but sets no other token's scale.
@@ -285,10 +287,10 @@ def _attend_heads(
 def softmax_parts(
     operands: AttendOperands[torch.Tensor], heads: slice, k: torch.Tensor, compute: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute the softmax of one kv head's query heads over keys [B, 1, T, D]; returns (weights, total, mask, top).
+    """Return (weights, total, mask, top) of the softmax of one kv head's query heads over keys [B, 1, T, D].
 
-    Unnormalised weights [B, G, S, T]; their sums, sinks included [B, G, S, 1]; the visible tokens, bool [B or 1, 1 or G, S, T]; the
-    maximum that was subtracted from the scores [B, G, S, 1].
+    ``weights``: unnormalised [B, G, S, T]. ``total``: their sums, sinks included [B, G, S, 1]. ``mask``: the visible tokens, bool [B or 1,
+    1 or G, S, T]. ``top``: the maximum that was subtracted from the scores [B, G, S, 1].
     """
     q, bias, sinks, softcap, fill, tokens = operands.q, operands.bias, operands.sinks, operands.softcap, operands.fill, k.shape[2]
     scores = (q[:, heads].to(compute) @ k.transpose(-1, -2)) * operands.scale

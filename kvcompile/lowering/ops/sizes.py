@@ -13,28 +13,31 @@ class Sizes(Protocol):
     """The interface to shapes, dtypes and alignment of a kernel's operands; only ``static`` may add a guard on a symbolic size."""
 
     def shape(self, node: Any) -> Sequence[Any]:
-        """Return an operand's sizes, integers or symbols."""
+        """Return the sizes of ``node``, integers or symbols."""
 
     def dtype(self, node: Any) -> torch.dtype:
-        """Return the dtype of an operand."""
+        """Return the dtype of ``node``."""
 
     def static(self, size: Any) -> int:
-        """Return a size as a constant, for which the kernel is specialised."""
+        """Return ``size`` as a constant, for which the kernel is specialised."""
 
     def hint(self, size: Any) -> int:
-        """Return a plausible value of a size, for choosing tiles and splits."""
+        """Return a plausible value of ``size``, for choosing tiles and splits."""
 
     def equals(self, size: Any, value: int) -> bool:
-        """Return whether a size is ``value`` in every call; False if that is not known."""
+        """Return whether ``size`` is ``value`` in every call; False if that is not known."""
 
     def multiple(self, node: Any, count: int) -> bool:
-        """Return whether ``count`` neighbouring elements may be loaded as one word: they are contiguous, and every row is aligned so."""
+        """Return whether ``count`` neighbouring elements may be loaded as one word: they are contiguous, and every row is aligned so.
+
+        False if that is not known.
+        """
 
     def pairs_of_rows(self, node: Any) -> bool:
         """Return whether two neighbouring rows of one float16 each may be loaded as one word; False for other dtypes and widths."""
 
     def varies(self, node: Any, axis: int = 0) -> bool:
-        """Return whether an operand is given (not None) and has more than one entry along ``axis``, so is not broadcast."""
+        """Return whether ``node`` is given (not None) and has more than one entry along ``axis``, so is not broadcast."""
 
 
 @dataclass(frozen=True)

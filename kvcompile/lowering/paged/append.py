@@ -51,7 +51,7 @@ class PagedAppend:
 
     @property
     def by_edges(self) -> Cells | None:
-        """The rule of a scheme whose codes count constant edges, if its kernel takes these sizes."""
+        """The rule of a scheme whose codes count constant edges; None for other schemes, and if the kernel does not take these sizes."""
         rule = schemes.parse(self.scheme).cells(self.x.shape[2])
         return rule if cells.fits(rule, self.x, self.planes) else None
 
@@ -76,7 +76,11 @@ def copy_rows(
     X, PLANE, SLOTS, x_s, x_h, x_d, count, blocks, plane_n, plane_h, HEADS: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):
-    """Store ROWS tokens of one kv head as they are. Grid: blocks of ROWS tokens times kv heads, the heads first."""
+    """Store ROWS tokens of X of one kv head in PLANE as they are, at their SLOTS.
+
+    Grid: blocks of ROWS tokens times kv heads, the heads first. ``count``: tokens; ``blocks``: of the pool; COLUMNS: the power of two from
+    D on.
+    """
     h, s, there, block, row = tokens_of_program(SLOTS, count, blocks, HEADS, PAGE, ROWS)
     channel = tl.arange(0, COLUMNS)
     mask = there[:, None] & (channel < D)[None, :]
@@ -99,7 +103,7 @@ def refusal(given: PagedAppend) -> str | None:
 
 
 def append_by_kernels(slots: Sequence[PagedAppend], launcher: Launcher) -> None:
-    """Write the tokens of one slot or two; ``refusal`` must refuse none."""
+    """Encode the tokens of one slot or two and write them into the pool's planes; ``refusal`` must refuse none."""
     by_rows = []
     for given in slots:
         x, planes, places = given.operands
@@ -118,7 +122,7 @@ def append_by_kernels(slots: Sequence[PagedAppend], launcher: Launcher) -> None:
 
 
 def copy(given: PagedAppend, launcher: Launcher) -> None:
-    """Start the kernel that stores tokens as they are."""
+    """Start the kernel that stores the tokens of ``given`` as they are; ``given.plain`` must be true."""
     x, (plane,), (count, heads, dim) = given.x, given.planes, given.x.shape
     columns = triton.next_power_of_2(dim)
     many = tokens_of(given.operands[0], columns, TILE)

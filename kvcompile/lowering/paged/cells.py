@@ -30,7 +30,8 @@ TILE = 2048
 def tokens_of_program(SLOTS, count, blocks, HEADS: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr):
     """Return (kv head, tokens, whether each is written, block, row) of a program; grid: blocks of ROWS tokens times kv heads, heads first.
 
-    Not for kernels that torch traces, in which SLOTS would count as written (``append.rows.row_places``).
+    ``count``: tokens, whose slots are in SLOTS; ``blocks``: of the pool, PAGE tokens each. Not for kernels that torch traces, in which
+    SLOTS would count as written (``append.rows.row_places``).
     """
     program = tl.program_id(0)
     h = (program % HEADS).to(tl.int64)
@@ -43,7 +44,10 @@ def tokens_of_program(SLOTS, count, blocks, HEADS: tl.constexpr, PAGE: tl.conste
 
 @triton.jit
 def half_root_mean_square(x, ULP: tl.constexpr, TINY: tl.constexpr, stored: tl.constexpr):
-    """Return half the root mean square of groups along the last axis, as ``schemes.norms``."""
+    """Return half the root mean square of groups along the last axis of ``x``, in dtype ``stored``, as ``schemes.norms``.
+
+    ULP, TINY: see ``rounded_up``. 0 for a group of zeros, NaN for NaN or Inf.
+    """
     wide = x.to(tl.float64)
     size = (tl.sqrt(tl.sum(wide * wide, 2) / x.shape[2]) * 0.5).to(tl.float32)
     scale = rounded_up(size, ULP, TINY, stored).to(tl.float32)
@@ -56,7 +60,11 @@ def append_cells(
     D: tl.constexpr, BITS: tl.constexpr, PARTS: tl.constexpr, SEGMENTS: tl.constexpr, GROUP: tl.constexpr, EDGES: tl.constexpr,
     COUNT: tl.constexpr, QMAX: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr, ROWS: tl.constexpr,
 ):
-    """Encode and store the tokens of one slot. Grid: blocks of ROWS tokens times kv heads, the heads first. QMAX 0: scales are norms."""
+    """Encode the tokens of one slot and write CODES and SCALES. Grid: blocks of ROWS tokens times kv heads, the heads first.
+
+    ``count``: tokens; ``blocks``: of the pool. EDGES: the COUNT constants between levels, in scales. QMAX: the largest level; 0: scales are
+    half the root mean square of a group. BITS, PARTS, SEGMENTS: a word of SEGMENTS bytes has PARTS codes of BITS bits.
+    """
     h, s, there, block, row = tokens_of_program(SLOTS, count, blocks, HEADS, PAGE, ROWS)
     GROUPS: tl.constexpr = D // GROUP
     stored: tl.constexpr = SCALES.dtype.element_ty
@@ -86,7 +94,10 @@ def append_cells(
 
 
 def fits(rule: Cells | None, x: torch.Tensor, planes: Sequence[torch.Tensor]) -> bool:
-    """Return whether the kernel encodes tokens [T, K, D] by a rule: sizes that are powers of two, words of at most four bytes."""
+    """Return whether the kernel encodes tokens [T, K, D] by ``rule``: sizes that are powers of two, words of at most four bytes.
+
+    Returns False for None.
+    """
     if rule is None or len(planes) != 2 or rule.segments > 4:
         return False
     dim = x.shape[2]
@@ -95,7 +106,7 @@ def fits(rule: Cells | None, x: torch.Tensor, planes: Sequence[torch.Tensor]) ->
 
 
 def launch(rule: Cells, x: torch.Tensor, planes: Sequence[torch.Tensor], slots: torch.Tensor, launcher: Launcher) -> None:
-    """Start the kernel for tokens [T, K, D] into planes [blocks, K, page, width]."""
+    """Start the kernel that encodes tokens [T, K, D] by ``rule`` and writes them into planes [blocks, K, page, width], at ``slots`` [T]."""
     (count, heads, dim), (codes, scales) = x.shape, planes
     many = tokens_of(x.transpose(0, 1).unsqueeze(0), dim, TILE)
     launcher.kernel(

@@ -49,7 +49,7 @@ class ChunkKernel:
     stages: int
 
     def compiled(self, arch: str) -> dict[str, str | bytes]:
-        """Compile this kernel for architecture ``arch``; return its ``ttgir``, ``ptx`` and ``cubin`` by name. Needs no device.
+        """Return this kernel's ``ttgir``, ``ptx`` and ``cubin`` by name, compiled for architecture ``arch``. Needs no device.
 
         Integer arguments outside of ``LOOSE``, strides among them, are assumed to be multiples of 16.
         """

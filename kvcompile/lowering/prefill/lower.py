@@ -58,7 +58,7 @@ def lower_first(operands: AttendOperands[Any]) -> tuple[AttendOperands[Any], tup
 
 
 def _do(op: Any, *args: Any, **options: Any) -> Any:
-    """Call Inductor's lowering of an operator."""
+    """Return the result of Inductor's lowering of ``op``."""
     return lowerings[op](*args, **options)
 
 
