@@ -81,7 +81,7 @@ def _tensors(gm: fx.GraphModule) -> dict[str, torch.Tensor]:
 
 
 def copy_node(graph: fx.Graph, node: fx.Node, env: Mapping[fx.Node, Any]) -> fx.Node:
-    """Append a copy of a node of Dynamo's graph, its operands mapped by ``env``; Dynamo's source of the value is copied too."""
+    """Append a copy of ``node``, of Dynamo's graph, to ``graph``, its operands mapped by ``env``; return it. It keeps Dynamo's source."""
     new = graph.node_copy(node, env.__getitem__)
     if hasattr(node, "_dynamo_source"):
         new._dynamo_source = node._dynamo_source

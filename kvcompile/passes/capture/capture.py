@@ -155,7 +155,7 @@ def capture(
     owns_memory: Callable[[Any], bool] = lambda value: True, attributes: int = 0,
     is_returned: Callable[[object], bool] = lambda value: False,
 ) -> Captured:
-    """Retrace Dynamo's graph ``gm`` to ATen and normalise it; errors of tracing pass through, and the backend turns them into refusals.
+    """Return Dynamo's graph ``gm`` retraced to ATen and normalised; errors of tracing pass through: the backend makes refusals of them.
 
     ``is_compressed``, ``owns_memory`` and ``is_returned`` give the facts of ``Input`` for an example input. The last ``attributes`` inputs
     were attributes of Dynamo's graph (``attributes.lifted``).

@@ -63,9 +63,9 @@ def explicit(
     used: Collection[int], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, score_mod: Any, block_mask: tuple[Any, ...], scale: float,
     kernel_options: dict[str, Any], score_buffers: tuple[Any, ...] = (), mask_buffers: tuple[Any, ...] = (),
 ) -> tuple[torch.Tensor, ...]:
-    """Compute flex attention over q [B, H, S, D], k and v [B, K, T, D] by plain operations.
+    """Return (output, log-sum in base 2, maximum in base 2) of flex attention by plain operations; q [B, H, S, D], k and v [B, K, T, D].
 
-    Returns (output, log-sum in base 2, maximum in base 2). Only results with an index in ``used`` are valid.
+    Only results with an index in ``used`` are valid.
     """
     del kernel_options
     grid, mask_mod = _grid(q, k), block_mask[-1]

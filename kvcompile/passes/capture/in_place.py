@@ -54,7 +54,10 @@ def _part(node: Any) -> _PartialUpdate | None:
 
 
 def _entry(node: Any) -> _PartialUpdate | None:
-    """Match a decomposed select_scatter, where(arange(n) along a dim == index, new entry along that dim, old); None if it is none."""
+    """Return the partial update that ``node``, a ``where``, makes if it is a decomposed select_scatter; else None.
+
+    That is where(arange(n) along a dim == index, new entry along that dim, old).
+    """
     chosen, wide, old = node.args
     if op_name(chosen) != "eq" or op_name(wide) != "expand" or op_name(wide.args[0]) != "unsqueeze":
         return None

@@ -27,7 +27,7 @@ def dataflow(captured: Captured, effects: Effects) -> nx.DiGraph:
 
 
 def extract(captured: Captured, wanted: tuple[fx.Node, ...], effects: Effects) -> tuple[fx.GraphModule, tuple[int, ...], bool]:
-    """Extract a graph that computes ``wanted``: returns (module, indices of the inputs it takes, whether it writes to any of them).
+    """Return (a module that computes ``wanted``, the indices of the inputs it takes, whether it writes to any of them).
 
     Each value is that which its node has in the captured graph: a later write, for example to a counter, does not change it.
     """

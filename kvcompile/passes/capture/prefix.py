@@ -59,13 +59,13 @@ def _write_of(join: fx.Node, effects: Effects) -> fx.Node | None:
 
 
 def _one_shape(a: fx.Node, b: fx.Node) -> bool:
-    """Return whether two tensors have equal sizes in every call."""
+    """Return whether two tensors have equal sizes in every call; False if that cannot be proved."""
     one, other = value_of(a).shape, value_of(b).shape
     return len(one) == len(other) and all(same(*pair) for pair in zip(one, other, strict=True))
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Return whether two bounds of slices are equal in every call."""
+    """Return whether two bounds of slices are equal in every call: one node, or equal ints; False for others, whatever their values."""
     return a is b or (isinstance(a, int) and isinstance(b, int) and a == b)
 
 

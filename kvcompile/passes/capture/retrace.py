@@ -79,7 +79,10 @@ class Retrace(fx.Interpreter):
         return super().run_node(n)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one function call, recorded in the form that the matcher recognises. Raises flex.Stays for flex attention that has none."""
+        """Run one function call and return its result; it is recorded in the form that the matcher recognises.
+
+        Raises flex.Stays for flex attention that has no such form.
+        """
         if getattr(target, "overloadpacket", target) is torch.ops.kvcompile.expose:
             return args[0]
         if self.spell_out and flex.is_flex(target):
@@ -95,7 +98,7 @@ class Retrace(fx.Interpreter):
         return self.trace_cache.call("function", target, args, kwargs, run) if self.trace_cache is not None else run()
 
     def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one method call of a tensor."""
+        """Run one method call of a tensor and return its result."""
         run = functools.partial(super().call_method, target, args, kwargs)
         return self.trace_cache.call("method", target, args, kwargs, run) if self.trace_cache is not None else run()
 

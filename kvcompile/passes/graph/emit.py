@@ -57,7 +57,9 @@ class Emitter:
         return self.call(aten.full.default, [1, self.size(count)], value, dtype=torch.int64, device=device)
 
     def arrange(self, node: fx.Node, roles: Sequence[str], wanted: Sequence[str]) -> fx.Node:
-        """Permute a tensor with dims of ``roles`` to dims ``wanted``; dims without a role ('') have size 1, missing roles become size 1.
+        """Return ``node``, a tensor with dims of ``roles``, as a new node with dims ``wanted``, permuted.
+
+        A dim without a role ('') has size 1 and is dropped; a role that is missing in ``roles`` becomes a dim of size 1.
 
         Raises Unsupported if ``roles`` has a role that is not wanted.
         """
@@ -91,9 +93,9 @@ class Emitter:
         return self.call(aten.flatten.using_ints, node, 1, 2)
 
     def apart(self, node: fx.Node, roles: Sequence[str], known: Mapping[str, Any]) -> tuple[fx.Node, list[str]]:
-        """Unflatten dims with several roles; return the node and its roles.
+        """Return (``node`` with dims of several roles unflattened, the role of each dim).
 
-        ``known`` gives roles' sizes; in one dim, the size of at most one role may be missing.
+        ``known`` gives the sizes of roles; in one dim, the size of at most one role may be missing.
         """
         current = list(roles)
         for dim in range(len(current) - 1, -1, -1):

@@ -24,15 +24,14 @@ class Beliefs:
 
     @staticmethod
     def of(env: Any) -> Beliefs:
-        """Copy an environment's current replacements and ranges; empty for None."""
+        """Return a copy of the current replacements and ranges of ``env``; an empty one for None."""
         return Beliefs(env, {}, {}) if env is None else Beliefs(env, dict(env.replacements), dict(env.var_to_range))
 
     def take_back(self, ours: Collection[Any] = ()) -> dict[Any, Any]:
-        """Restore this copy's replacements and ranges in the ShapeEnv if any symbol in question was replaced since; return {symbol:
-        replacement}.
+        """Restore this copy's replacements and ranges in the ShapeEnv if a symbol in question was replaced since; return the replacements.
 
-        In question are the symbols in ``ours`` and, once the ShapeEnv is frozen, all its symbols. Without the undoing, code compiled later
-        would be specialised for the replacements' numbers.
+        In question are the symbols in ``ours`` and, once the ShapeEnv is frozen, all its symbols. The result is {symbol: replacement},
+        empty if none was replaced. If the replacements stayed, code compiled later would be specialised for their numbers.
         """
         if self.env is None:
             return {}

@@ -154,7 +154,7 @@ def _getitem(node: fx.Node, coords: Coords) -> Step | None:
 
 
 def _written(node: fx.Node, coords: Coords) -> Step:
-    """Map through an in-place write: its result is the tensor that it wrote to."""
+    """Return (the tensor that an in-place write wrote to, ``coords``): the write's result is that tensor."""
     return operand(node), coords
 
 
@@ -180,7 +180,7 @@ def join_parts(node: fx.Node, coords: Coords) -> Iterator[tuple[fx.Node, np.ndar
 
 
 def _joined(node: fx.Node, coords: Coords) -> Step | None:
-    """Map through cat or stack if every sample comes from one operand; else return None."""
+    """Return (operand of a cat or stack, coordinates there) if every sample comes from that operand; else None."""
     parts = list(join_parts(node, coords))
     return (parts[0][0], parts[0][2]) if len(parts) == 1 else None
 
@@ -238,7 +238,7 @@ def _kept(node: fx.Node) -> bool:
 
 
 def step(node: fx.Node, coords: Coords, through_joins: bool = False, scales: bool = False) -> Step | None:
-    """Map coordinates of a node's result through its operator: return (operand, coordinates there); None if it computes new values.
+    """Return (operand, coordinates there) for coordinates ``coords`` of the result of ``node``; None if the node computes new values.
 
     ``through_joins``: also through cat and stack. ``scales``: also through products with a plain number.
     """
@@ -265,7 +265,10 @@ class Trail:
 
 
 def trace(node: fx.Node, stop: Callable[[fx.Node], bool], scales: bool = False) -> Trail:
-    """Follow views (with ``scales`` also products with a plain number) upstream until ``stop`` holds or new values are computed."""
+    """Return the trail from ``node`` upstream through views, to the first node where ``stop`` holds or new values are computed.
+
+    ``scales``: also through products with a plain number.
+    """
     here = sample(sizes(node))
     coords, path = here, []
     while not stop(node):

@@ -37,7 +37,7 @@ def estimate(value: Any) -> int:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Return whether two sizes are equal for all sizes that the guards admit; adds no guard."""
+    """Return whether two sizes are equal for all sizes that the guards admit; False if that cannot be proved. Adds no guard."""
     return a == b if isinstance(a, int) and isinstance(b, int) else statically_known_true(a == b)
 
 
@@ -50,7 +50,7 @@ def equal(a: Any, b: Any) -> bool:
 
 
 def at_most(a: Any, b: Any) -> bool:
-    """Return whether a <= b for all sizes that the guards admit; adds no guard."""
+    """Return whether a <= b for all sizes that the guards admit; False if that cannot be proved. Adds no guard."""
     return a <= b if isinstance(a, int) and isinstance(b, int) else statically_known_true(a <= b)
 
 

@@ -97,13 +97,13 @@ class Guards:
         )
 
     def least(self, bounds: Any) -> int:
-        """Return the smallest value of a range."""
+        """Return the smallest value of the range ``bounds``, as ``resize`` maps it; 0 if the range has no finite lower end."""
         if not bounds.lower.is_Integer:
             return 0
         return int(bounds.lower) if self.resize is None else self.resize(int(bounds.lower))
 
     def most(self, bounds: Any) -> Any:
-        """Return the largest value of a range; infinite if unbounded."""
+        """Return the largest value of the range ``bounds``, as ``resize`` maps it; infinite if the range has no upper end."""
         return self.resize(int(bounds.upper)) if self.resize is not None and bounds.upper.is_Integer else bounds.upper
 
     def single(self, symbols: Iterable[Any]) -> set[Any]:

@@ -51,9 +51,9 @@ class Parts:
 
 
 def part(captured: Captured, recognisers: Sequence[Recogniser]) -> Mapping[fx.Node, Parts]:
-    """Slice the operands of every attention over learned memory tokens joined with a cache; return them by the attention's output node.
+    """Return the operands of every attention over learned memory tokens joined with a cache, sliced, by the attention's output node.
 
-    The first call adds the slices to the captured graph; later calls return the same parts.
+    The first call adds the slices to the captured graph; later calls return the same parts. Empty if the graph has no such attention.
     """
     graph = captured.graph
     learned = {entry.node for entry in captured.inputs if entry.learned}

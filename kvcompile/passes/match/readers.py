@@ -91,8 +91,9 @@ def _other_rows(root: fx.Node, read: list[Slot]) -> Miss | None:
 
 
 def _extra(site: Site, root: fx.Node, users: list[Site], effects: Effects) -> dict[Site, Miss]:
-    """Return {site: Miss} if a view of the cache is returned, the past has another reader, or attentions with different masks share one
-    write.
+    """Return {site: Miss} if something else reads the cache ``root`` of ``site``; empty if nothing does.
+
+    That is: a view of it is returned, the past has another reader, or several attentions with different masks share one write.
     """
     slot = next(slot for slot in site.slots if slot.root is root)
     returned = effects.outputs_of(effects.family(root) if slot.sliding is None else slot.sliding.chain)

@@ -84,7 +84,7 @@ def private(attention: Attention, effects: Effects) -> None:
 def early_readers(attention: Attention, effects: Effects) -> tuple[fx.Node, ...]:
     """Return the nodes computed from the log-sums before the attention's output, in order; raises Miss where they cannot move after it.
 
-    The rewritten operation computes both results at once, where the output was computed.
+    The rewritten operation computes both results at once, where the output was computed. Empty for an attention without log-sums.
     """
     log = attention.log_sums
     if log is None:

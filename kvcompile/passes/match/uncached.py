@@ -115,7 +115,7 @@ def _found(captured: Captured, effects: Effects) -> Uncached:
 
 
 def operand_heads(site: UncachedSite) -> int:
-    """Return how many times the key operand repeats each kv head."""
+    """Return how many times the key operand repeats each kv head; 1 if its dims have no heads."""
     attention, slot = site.attention, site.key
     shape = dict(zip(attention.k_roles, value_of(attention.k).shape, strict=True))
     if "G" in shape:

@@ -122,7 +122,7 @@ class SlotPlan:
 
     @property
     def bytes_before(self) -> sympy.Expr:
-        """Bytes of the dense cache for the same rows and tokens."""
+        """Bytes of the dense cache for ``BATCH`` rows and ``TOKENS`` tokens in use."""
         return self._rows * self._tokens * self.spec.heads * self.spec.head_dim * self.spec.dtype.itemsize
 
     @property
@@ -174,7 +174,9 @@ class Plan:
 
 
 def _slot_plan(slot: Slot, role: Role, chosen: Scheme, exact: tuple[int, int], rolling: int | None, effects: Effects) -> SlotPlan:
-    """Plan a slot with ``exact`` = (newest, first) tokens in full precision. Raises a SchemeError or Miss if the scheme cannot hold it.
+    """Return the plan of ``slot`` with ``exact`` = (newest, first) tokens in full precision.
+
+    Raises a SchemeError or Miss if the scheme cannot hold it.
 
     ``rolling``: the capacity of a buffer with moving tokens, else None.
     """
@@ -356,7 +358,10 @@ def _one_length(site: Site) -> None:
 
 
 def site_plan(site: Site, pair: Pair, effects: Effects) -> SitePlan:
-    """Plan a site's slots with the schemes of ``pair``. Raises a SchemeError or Miss if a scheme cannot hold its slot."""
+    """Return the plan of ``site``, with the schemes of ``pair`` for its slots.
+
+    Raises a SchemeError or Miss if a scheme cannot hold its slot, such as one with a window for a cache that is only read.
+    """
     pair = dataclasses.replace(pair, k=pair.k.for_module(site.path), v=pair.v.for_module(site.path))
     window, sinks = max(pair.k.window, pair.v.window), max(pair.k.sinks, pair.v.sinks)
     if window and not site.key.kind.facts.written:
@@ -394,7 +399,11 @@ def site_plan(site: Site, pair: Pair, effects: Effects) -> SitePlan:
 
 
 def plan(matched: Matched, policy: Policy) -> Plan:
-    """Plan every site of a matched graph; a site that its scheme cannot hold becomes a refusal, one that the policy leaves out does not."""
+    """Return the plan of every site of a matched graph; a site that its schemes cannot hold, or that ``policy`` does not name, is refused.
+
+    A site that the policy leaves out is neither planned nor refused; one that shares its cache with an attention that stays dense is
+    refused.
+    """
     sites, refusals = [], [item for item in matched.refusals if not policy.leaves_out(item.path)]
     paths = [*(item.path for item in matched.refusals), *(item.path for item in matched.sites)]
     left_out = [path for path in paths if policy.leaves_out(path)]

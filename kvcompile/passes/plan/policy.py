@@ -73,7 +73,10 @@ LIKE_KEY_AND_VALUE = ("key", "keys", "value", "values", "k_cache", "v_cache", "k
 
 
 def pair_of(choice: object) -> Pair:
-    """Return a pair for a text (``schemes.pairs``), a Scheme, a Pair, or a mapping with ``k`` and ``v``. Raises a SchemeError otherwise."""
+    """Return a pair for a text (``schemes.pairs``), a Scheme, a Pair, or a mapping with ``k`` and ``v``.
+
+    Raises BadPolicy for another object, UnknownKeyOrValue for a mapping with other keys, and a SchemeError for a text that is no scheme.
+    """
     if isinstance(choice, Pair):
         return choice
     if isinstance(choice, Scheme):
@@ -95,7 +98,10 @@ def _names_halves(choice: Mapping[object, object]) -> bool:
 
 
 def policy_of(choice: object) -> Policy:
-    """Return the policy for the argument of ``backend(scheme=...)``. Raises a SchemeError if it is none."""
+    """Return the policy for the argument of ``backend(scheme=...)``.
+
+    Raises BadPolicy for an empty mapping, LayerByNumber for a key that is no text, and what ``pair_of`` raises.
+    """
     if isinstance(choice, Policy):
         return choice
     if isinstance(choice, Mapping) and set(choice) != KEY_AND_VALUE and not (choice and _names_halves(choice)):

@@ -213,7 +213,7 @@ def _with_rows(out: fx.Node, item: SitePlan) -> fx.Node:
 
 
 def _from_padding(shared: Shared, emit: Emitter, item: SitePlan, source: Sources, seen: Visibility) -> Visibility:
-    """Count positions from each row's origin if the store has a window."""
+    """Return ``seen`` with positions counted from each row's origin if the store has a window; else ``seen`` itself."""
     if source.fresh is not None or not item.key.window:
         return seen
     origin = shared.appends.exact_newest[item.site.key.part].origin
@@ -221,7 +221,7 @@ def _from_padding(shared: Shared, emit: Emitter, item: SitePlan, source: Sources
 
 
 def _in_slot_order(shared: Shared, emit: Emitter, item: SitePlan, source: Sources, seen: Visibility) -> Visibility:
-    """Map masks to the slot order of a sliding cache if attention reads its slots."""
+    """Return ``seen`` with masks in the slot order of a sliding cache if attention reads its slots; else ``seen`` itself."""
     return shared.sliding.in_slot_order(emit, item, seen, device_of(item)) if _reads_slots(shared, item, source) else seen
 
 

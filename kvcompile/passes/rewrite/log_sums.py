@@ -19,7 +19,7 @@ from kvcompile.passes.rewrite.sources import Sources
 
 
 def apart(emit: Emitter, both: fx.Node, source: Sources) -> tuple[fx.Node, fx.Node]:
-    """Split a result of ``attend`` with log-sums into [B, H, S, Dv] in the queries' dtype and the log-sums [B, H, S, 1]."""
+    """Return (output [B, H, S, Dv] in the queries' dtype, log-sums [B, H, S, 1]) of ``both``, a result of ``attend`` with log-sums."""
     width = source.value_dim
     out, log = (emit.call(aten.slice.Tensor, both, 3, start, start + count) for start, count in ((0, width), (width, 1)))
     return emit.call(aten.to.dtype, out, source.dtype), log

@@ -30,7 +30,7 @@ from kvcompile.passes.rewrite.symbols import Symbols
 
 
 def rewrite(captured: Captured, plan: Plan, variant: Variant, effects: Effects) -> Rewritten:
-    """Return the rewritten graph of one variant; the captured graph is unchanged."""
+    """Return the rewritten graph of one variant; the captured graph is unchanged. Raises Unsupported as ``check_reads``."""
     context, output = _copied(captured, plan, variant, effects)
     planes, sliding = Planes(context), SlidingCaches(context.graph)
     rope = RopeTables(planes, all_empty=variant is Variant.FRESH)
@@ -56,7 +56,7 @@ def rewrite(captured: Captured, plan: Plan, variant: Variant, effects: Effects) 
 
 
 def _copied(captured: Captured, plan: Plan, variant: Variant, effects: Effects) -> tuple[Context, fx.Node]:
-    """Copy the captured graph; return the copy's context and output node."""
+    """Return (context, output node) of a copy of the captured graph."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     output = graph.output(graph.graph_copy(captured.graph, copies))

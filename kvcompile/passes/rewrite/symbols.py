@@ -101,7 +101,7 @@ class Symbols:
 
 
 def _sizes(value: Any) -> list[torch.SymInt]:
-    """Return the SymInts of a value: itself, or a tensor's sizes and strides."""
+    """Return the SymInts of ``value``: itself, or a tensor's sizes and strides; empty for other values."""
     if isinstance(value, torch.SymInt):
         return [value]
     if not isinstance(value, torch.Tensor):

@@ -5,7 +5,7 @@
     cache[:b, start:start + n] = k
     attention over cache[:b, :start + n]
     after:
-    append(k, planes, positions [1, n], "int8")      planes of b rows: the runtime keeps the other rows aside (``runtime.parked_rows``)
+    append(k, planes, positions [1, n], "int8")      planes of b rows: the runtime keeps the others aside (``runtime.store.parked_rows``)
 
 The rows begin at the first one, and attention reads exactly the rows that are written. Both hold for all sizes that the graph's guards
 admit.

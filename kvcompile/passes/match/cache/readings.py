@@ -42,7 +42,7 @@ class Reading:
 def candidates(columns: Columns, base: tuple[int, ...]) -> list[Reading]:
     """Return every reading of batch rows and kv heads, in the order of trying: H over all divisors, BH over all batch sizes.
 
-    ``base``: the sizes of the cache tensor, one of which may be the batch.
+    Empty for a flattened dim other than BH and BK. ``base``: the sizes of the cache tensor, one of which may be the batch.
     """
     rest = {role: value for role, value in columns.items() if role in {"T", "D", "B", "K"}}
     zero = np.zeros(len(next(iter(columns.values()))[0]), dtype=np.int64)

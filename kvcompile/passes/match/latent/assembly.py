@@ -84,7 +84,8 @@ class _ChannelRun:
 def assemble(attention: Attention, effects: Effects, plain: Miss | slots.NoCache) -> Assembly:
     """Return how an attention's keys and values are made from cached slots.
 
-    ``plain``: the reason why they are no plain views of caches; raised again unless a better reason to refuse them is found here.
+    ``plain``: the Miss or NoCache that says why they are no plain views of caches. Raises it again, or a better reason that is found here,
+    if they are not made from cached slots.
     """
     try:
         found = _assembly(attention, effects)
