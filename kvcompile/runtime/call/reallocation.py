@@ -68,7 +68,7 @@ class _Held:
         return StoredLayer(tuple(self.keys.planes), tuple(self.values.planes), slots, self.layer, self.keys.first)
 
     def move(self) -> None:
-        """Apply the pending decision: re-encode keys and values."""
+        """Re-encode the layer's keys and values, in place, as the pending decision says."""
         asked = self.keys.decision
         assert asked is not None
         decision, count = asked.asked

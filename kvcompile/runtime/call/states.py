@@ -63,6 +63,9 @@ class States:
         """Return the state of a call's cache tensor, found, created, or made by encoding a dense tensor.
 
         ``whole``: called if all slots of a dense tensor are encoded, written or not.
+
+        Raises NotServed, SchemeChanged, CachesSwapped or AnglesChanged for a cache that this graph cannot serve, CacheStale for a handle
+        whose tokens were overwritten.
         """
         group = form.group
         if group.argument is None:

@@ -74,7 +74,10 @@ class Linear(CacheForm):
         return self.kind.filled and not self.kind.in_place and not length and bool(state.length)
 
     def start(self, state: CacheState, call: Call) -> int:
-        """Return the position of the first token; on a GPU a buffer in use is assumed to be written in order, without a wait."""
+        """Return the position of the first token; 0 for a cache that is never written.
+
+        On a GPU a buffer in use is assumed to be written in order, so that the device need not be waited for.
+        """
         if self.kind.extended:
             return self.length(state, call)
         if not self.kind.written:

@@ -129,7 +129,7 @@ def _queries(site: Site) -> Any:
 
 
 def limits_of(site: Site) -> tuple[Limit, ...]:
-    """Return the upper limits of a site's queries that are position tensors."""
+    """Return the upper limits of a site's queries that are position tensors; empty if they are none."""
     hi = site.bounds.hi
     return (hi,) if hi.kind is LimitKind.NODE and hi.amount is None else ()
 

@@ -41,7 +41,10 @@ class Sliding(CacheForm):
         return super().fit(state, length, shown)
 
     def start(self, state: CacheState, call: Call) -> int:
-        """Return the first token's position: after the past that it is joined to. Raises CacheStale if that past was overwritten."""
+        """Return the first token's position: after the past that it is joined to, or 0 in a window that each call refills.
+
+        Raises CacheStale if that past was overwritten.
+        """
         if self.kind.created:
             return state.length
         if self.sliding.refilled:

@@ -42,7 +42,7 @@ class Group:
 def group_bindings(
     bindings: tuple[Binding, ...], sites: Sequence[Site], reach: Sequence[Any], limits: Sequence[tuple[Limit, ...]]
 ) -> tuple[Group, ...]:
-    """Group bindings by cache tensor; ``sites``, ``reach`` and ``limits``: one entry for each binding."""
+    """Return the bindings grouped by cache tensor; ``sites``, ``reach`` and ``limits`` have one entry for each binding."""
     by_root: dict[fx.Node, list[int]] = {}
     for index, item in enumerate(bindings):
         by_root.setdefault(item.plan.slot.root, []).append(index)

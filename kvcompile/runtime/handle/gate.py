@@ -23,7 +23,10 @@ from kvcompile.runtime.handle.writes import overwrites
 
 
 def write(target: torch.Tensor, func: Callable[..., Any], name: str, rest: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-    """Return the result of ``func(target, *rest, **named)``, which writes to ``target``: a compressed cache, a part, or a view of one."""
+    """Return the result of ``func(target, *rest, **named)``, which writes to ``target``: a compressed cache, a part, or a view of one.
+
+    The result is ``target``, or None for ``__setitem__``. If the write cannot be encoded, the whole cache becomes dense.
+    """
     root, place = home(target)
     if place is None and _shortcut(root, name, rest, named):
         return None if name == "__setitem__" else target
@@ -69,7 +72,7 @@ def _fill(root: CompressedCache, value: Any) -> bool:
 
 
 def _multiply(root: CompressedCache, value: Any) -> bool:
-    """Clear a cache that is multiplied with zero, if all its values are finite: zero times NaN is NaN."""
+    """Clear a cache that is multiplied with zero, if all its values are finite (zero times NaN is NaN); return whether it was cleared."""
     return _nought(value) and not root._kv.grown and bool(torch.isfinite(decoded(root)).all()) and clear(root)
 
 
@@ -81,7 +84,7 @@ def _assign(root: CompressedCache, index: Any, value: Any) -> bool:
 
 
 def _copy_codes(root: CompressedCache, source: Any, non_blocking: bool = False) -> bool:
-    """Copy the codes of ``source`` if it is compressed in the same way; return whether it is."""
+    """Give ``root`` a copy of the codes and scales of ``source``, if that is compressed in the same way; return whether it is."""
     del non_blocking
     if not isinstance(source, CompressedCache) or source is root or not same_codes(root, source):
         return False

@@ -55,7 +55,7 @@ class Expected:
 
 
 def accept_handles(captured: Captured, examples: Collection[Any], arguments: Collection[int]) -> int:
-    """Let the frame being compiled take ``arguments`` dense or compressed; return the number of replaced guards.
+    """Let the frame being compiled take ``arguments`` dense or compressed; return the number of replaced guards, 0 without a frame.
 
     ``examples``: the arguments of this call. Applies to tensors with static sizes only: Dynamo guards symbolic ones elsewhere.
     """

@@ -106,8 +106,9 @@ class CompressedCache(torch.Tensor):
         return _split(self, split_size, dim)
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
-        """Turn the cache dense, then call ``torch.Tensor.set_``, which bypasses ``__torch_function__``; while Dynamo traces, it stays
-        compressed.
+        """Turn the cache dense in place, then call ``torch.Tensor.set_``, which bypasses ``__torch_function__``, and return its result.
+
+        While Dynamo traces, the cache stays compressed.
         """
         if not torch.compiler.is_dynamo_compiling():
             to_dense(self, f"set_ gives it other memory, at {user_line()}")
@@ -258,7 +259,7 @@ def take_storage(value: torch.Tensor, dense: torch.Tensor) -> None:
 
 
 def refresh(value: Any) -> None:
-    """Update a view or part to its cache's current contents."""
+    """Update a view or part in place to its cache's current contents; a part that is no handle any more becomes a decoded view."""
     origin: Origin | None = value._origin if is_view(value) or is_handle(value) else None
     if origin is None or value._seen == origin.seen:
         return
@@ -273,8 +274,9 @@ def refresh(value: Any) -> None:
 
 
 def refresh_argument(value: Any) -> None:
-    """Prepare a part or view of a cache as an argument of a compiled graph: a part gets current codes, a decoded view turns its cache
-    dense.
+    """Prepare a part or view of a cache, in place, as an argument of a compiled graph.
+
+    A part gets current codes and scales; a decoded view turns its cache dense.
     """
     if is_handle(value) and value._origin is not None:
         refresh(value)
@@ -283,7 +285,7 @@ def refresh_argument(value: Any) -> None:
 
 
 def over_tensors(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a compiled graph that may write to decoded views among its arguments: their caches become dense first."""
+    """Return ``compiled``, a graph that may write to decoded views among its arguments, wrapped to make their caches dense first."""
     def run(*args: Any) -> Any:
         for arg in args:
             refresh_argument(arg)
@@ -293,7 +295,7 @@ def over_tensors(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def same_codes(one: CompressedCache, other: CompressedCache) -> bool:
-    """Return whether two handles are compressed in the same way, so that codes can be copied between them."""
+    """Return whether two handles are compressed in the same way, so that codes and scales can be copied between them."""
     ours, theirs = one._kv, other._kv
     return one.shape == other.shape and ours.axes == theirs.axes and ours.device == theirs.device and all(
         store.spec == theirs.stores[part].spec for part, store in ours.stores.items()
@@ -301,7 +303,10 @@ def same_codes(one: CompressedCache, other: CompressedCache) -> bool:
 
 
 def write_tokens(handle: CompressedCache, name: str, write: Callable[[torch.Tensor], Any]) -> bool:
-    """Encode the tokens that ``write`` overwrites in a dense tensor into a handle; return False if the handle became dense instead."""
+    """Encode the tokens that ``write`` overwrites in a dense tensor into a handle; return False if the handle became dense instead.
+
+    Raises CacheStale if tokens that the handle shows were overwritten.
+    """
     line = user_line()
     resume(handle)
     if not in_one(handle._kv, handle.shape):
@@ -335,7 +340,7 @@ def warn_of_densifying(why: str, size: int) -> None:
 
 
 def decoded(value: torch.Tensor) -> torch.Tensor:
-    """Return a dense copy of a compressed cache tensor or decoded view; any other value unchanged."""
+    """Return a dense copy of a compressed cache tensor or decoded view; any other value unchanged. Raises CacheStale as ``resume`` does."""
     refresh(value)
     if is_view(value):
         with DisableTorchFunctionSubclass():

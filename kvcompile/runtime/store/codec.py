@@ -64,7 +64,7 @@ def _places(store: Store, x_BKnD: torch.Tensor, first: int) -> torch.Tensor:
 
 
 def decode(store: Store, tokens: int) -> torch.Tensor:
-    """Decode the first ``tokens`` tokens to [B, K, T, D] in the model's dtype; with a window, zero after the newest token."""
+    """Return the first ``tokens`` tokens, decoded to [B, K, T, D] in the model's dtype; with a window, zero after the newest token."""
     values = store.unrotated(_held(store, tokens))
     values = _rotated(store, values) if store.spec.scheme.pre_rope else values
     if store.padding is None or store.left_padding is None:
@@ -78,9 +78,7 @@ def decode(store: Store, tokens: int) -> torch.Tensor:
 
 
 def _held(store: Store, tokens: int) -> torch.Tensor:
-    """Decode the first ``tokens`` tokens to [B, K, T, D] as stored (RoPE undone, channels rotated), exact tokens in
-    place of decoded ones.
-    """
+    """Return the first ``tokens`` tokens, decoded to [B, K, T, D] as stored (RoPE undone, channels rotated); exact ones are not decoded."""
     pages = min(pages_for(tokens), store.pages)
     values = store.values(0, pages)[:, :, :tokens].to(store.spec.slot.dtype)
     values = values if store.window is None else overlaid(store, values)
@@ -162,7 +160,7 @@ def _as_stored(store: Store, x_BKnD: torch.Tensor, at: torch.Tensor) -> torch.Te
 
 
 def _write_codes(store: Store, x_BKnD: torch.Tensor, rows_BKn: torch.Tensor, at: torch.Tensor) -> None:
-    """Encode tokens at positions ``at`` [n] where ``rows_BKn`` is True, for a scheme without a window; other tokens keep their codes."""
+    """Encode tokens at positions ``at`` [n] where ``rows_BKn`` is True, for a scheme without a window, in place; others stay."""
     for start in range(0, len(at), ENCODED_AT_ONCE):
         some, rows = at[start : start + ENCODED_AT_ONCE], rows_BKn[:, :, start : start + ENCODED_AT_ONCE, None]
         x = _as_stored(store, torch.where(rows, x_BKnD[:, :, start : start + ENCODED_AT_ONCE], 0), some)

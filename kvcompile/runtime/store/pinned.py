@@ -36,7 +36,7 @@ class _Alias:
 
 
 def host_plane(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Allocate zeros of ``shape`` in pinned host memory, as a tensor on a CUDA ``device``. Raises HostMemoryFull if it cannot be had."""
+    """Return zeros of ``shape`` in pinned host memory, as a tensor on a CUDA ``device``. Raises HostMemoryFull if it cannot be had."""
     while _LEAVING and _LEAVING[0][0].query():
         _LEAVING.popleft()
     size = dtype.itemsize

@@ -43,7 +43,7 @@ def forget(tensor: torch.Tensor) -> None:
 
 
 class Earlier:
-    """The codes that one part of a cache tensor had before the tensor became dense, for reuse in ``store``, the new store of that part.
+    """The codes and scales that one part of a cache tensor had before it became dense, for reuse in ``store``, that part's new store.
 
     It has none, so that ``encode`` encodes all tokens anew, unless the earlier store is remembered, has the spec and RoPE of ``store`` and
     is neither adaptive nor of a sliding window, and ``store`` keeps no full-precision copies. With codes, making one copies the earlier
@@ -67,7 +67,7 @@ class Earlier:
                 ours.copy_(theirs)
 
     def encode(self, store: Store, x_BKTD: torch.Tensor, left_padding: torch.Tensor | None = None, first: int = 0) -> None:
-        """Encode dense tokens at positions from ``first`` on; unchanged ones get their earlier codes.
+        """Encode dense tokens at positions from ``first`` on; unchanged ones get their earlier codes and scales.
 
         Tokens that ``left_padding`` [B] excludes from a window are kept in ``store.padding``.
         """
@@ -99,7 +99,10 @@ class Earlier:
         self._take(store, same)
 
     def _take(self, store: Store, same_BKT: torch.Tensor) -> None:
-        """Copy the earlier codes of every block whose tokens are all unchanged into ``store``; ``same_BKT``: the unchanged tokens, bool."""
+        """Copy the earlier codes and scales of every block whose tokens are all unchanged into ``store``.
+
+        ``same_BKT``: the unchanged tokens, bool.
+        """
         pages = min(store.pages, self.held.pages)
         block = store.spec.scheme.block
         whole = torch.unflatten(same_BKT[:, :, : pages * PAGE], 2, (-1, block)).all(-1)
