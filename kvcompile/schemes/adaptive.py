@@ -180,11 +180,11 @@ class Adaptive(Scheme):
 
     @abc.abstractmethod
     def cut(self, planes: Planes, slot: SlotSpec, count: int) -> Planes:
-        """Return planes that hold only the first ``count`` tokens, with their codes unchanged."""
+        """Return planes that hold only the first ``count`` tokens, with their codes and scales unchanged."""
 
     @abc.abstractmethod
     def of_rows(self, planes: Planes, slot: SlotSpec, rows: torch.Tensor) -> Planes:
-        """Return planes of the given batch rows, with their codes unchanged."""
+        """Return planes of the given batch rows, with their codes and scales unchanged."""
 
     @abc.abstractmethod
     def histogram(self, planes: Planes, slot: SlotSpec, first: int, count: int) -> dict[int, int]:

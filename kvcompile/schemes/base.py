@@ -48,7 +48,7 @@ class Prompt:
     """Further inputs of ``calibrate``, besides queries, from the call that fills an empty cache; None if the call does not give them.
 
     ``keys``: its new keys [B, K, S, D] as the store is to hold them. ``angles``: cos and sin [1 or B, S, Dr] at the queries' positions, and
-    whether RoPE pairs neighbouring channels (``ops.apply_rope``); given with queries before RoPE.
+    whether RoPE pairs neighbouring channels (``ops.operations.apply_rope``); given with queries before RoPE.
     """
 
     keys: torch.Tensor | None = None
@@ -189,12 +189,12 @@ class Scheme(abc.ABC):
 
     @property
     def by_token(self) -> bool:
-        """Whether a token's codes depend only on that token of that head, not on other tokens of the write."""
+        """Whether a token's codes and scales depend only on that token of that head, not on other tokens of the write."""
         return self.block == 1
 
     @property
     def position_independent(self) -> bool:
-        """Whether a token's codes keep their meaning when copied to any other index of a store."""
+        """Whether a token's codes and scales keep their meaning when copied to any other index of a store."""
         return self.by_token and not self.window and not self.sinks and not self.calibrated and not self.pre_rope
 
     @property

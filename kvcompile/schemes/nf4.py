@@ -14,7 +14,7 @@ from kvcompile.schemes.symmetric import Symmetric
 from kvcompile.types import Cells, Extent, Granularity, KernelFormat, Layout, PlaneSpec, SlotSpec
 
 OFFSET, LARGEST = 0.9677083, 8.0
-"""The outermost quantile, from the source's code; and its level, chosen so that scales are an eighth of the magnitude, which float16
+"""The outermost quantile, from the paper's code; and its level, chosen so that scales are an eighth of the magnitude, which float16
 holds."""
 
 
@@ -30,7 +30,7 @@ EDGES = tuple((low + high) / 2 for low, high in itertools.pairwise(LEVELS))
 
 @dataclasses.dataclass(frozen=True)
 class Nf4(Symmetric):
-    """Indices of levels, two to the byte, part 0 in the low nibble; groups of 32 channels (the source: 64)."""
+    """Indices of levels, two to the byte, part 0 in the low nibble; groups of 32 channels (the paper: 64)."""
 
     granularity: Granularity = Granularity.GROUP
 

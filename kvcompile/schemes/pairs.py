@@ -19,7 +19,7 @@ NAMED_PAIRS = {"k8v4": "k=int8,v=int4", "k4v2": "k=kivi(bits=4),v=kivi(bits=2)"}
 def parse_pair(text: str) -> tuple[Scheme, Scheme]:
     """Return the schemes of keys and of values of a scheme's text, of ``k=SCHEME,v=SCHEME``, or of a name of ``NAMED_PAIRS``.
 
-    Raises a SchemeError otherwise.
+    Raises a SchemeError otherwise. It is an UnknownKeyOrValue for parts other than k and v.
     """
     text = NAMED_PAIRS.get(text.strip().lower(), text)
     if not APART.match(text):

@@ -231,7 +231,7 @@ def make(name: str, **options: object) -> Scheme:
 def parse(text: str) -> Scheme:
     """Return the scheme for text such as ``int4`` or ``int4(group=64)``, as ``Scheme.spec`` writes it.
 
-    Raises a SchemeError for other text.
+    Raises a SchemeError for other text. It is an UnknownScheme for a name that is not registered.
     """
     name, opened, rest = text.strip().partition("(")
     if opened and not rest.endswith(")"):

@@ -1,10 +1,10 @@
 """fp8, int8, int4: online symmetric quantization, no calibration ("KV Cache Quantization", Per-Token Scaling; see docs/SCHEMES.md).
 
-scale = amax / qmax, code = clamp(rne(x / scale)). Differences from the source, and why:
+scale = amax / qmax, code = clamp(rne(x / scale)). Differences from the article, and why:
 
 * The scale is rounded UP to its stored dtype and the codes are made from the stored scale, so that rounding the scale never clips: the
   error is at most half a step, always.
-* The source floors the scale at 1e-12 and stores it in float16, where that is zero, so a tiny group decodes to 0 * inf. Here the floor is
+* The article floors the scale at 1e-12 and stores it in float16, where that is zero, so a tiny group decodes to 0 * inf. Here the floor is
   the smallest positive number of the stored dtype.
 * NaN or Inf in a group makes its scale NaN, so every channel of that group decodes to NaN.
 """

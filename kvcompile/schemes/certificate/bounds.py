@@ -1,46 +1,46 @@
 """The bounds of certified attention, as sympy expressions: the one source of kernels, reports and documents.
 
 Each ``Bound`` says what it bounds, why it holds and in which direction it must be rounded. The printer
-(``lowering.certificate.bound_printer``) adds the rounding errors of its own arithmetic outwards, so that printed
-code still bounds. Source: "Runtime-Certified Bounded-Error Quantized Attention", sections 4 to 6, appendix A;
-forms of ours replace those of the source that are loose or do not hold as stated.
+(``lowering.certificate.bound_printer``) adds the rounding errors of its own arithmetic, so that printed code still bounds. Source:
+"Runtime-Certified Bounded-Error Quantized Attention", sections 4 to 6, appendix A; forms of ours replace those of the paper that are loose
+or do not hold as stated.
 
 Setting, of one query of one head. The exact logits are s_t, those that the kernel computed s'_t, and
 |s'_t - s_t| <= Delta_b for the tokens of block b. Softmax weights a_t and a'_t, block masses rho_b and rho'_b;
 rho' is known, rho is not. A sink is a token of value zero whose logit is exact.
 
-Theorem 1 (deviation of a logit; the source's equation 8 and the form below it). A key channel decodes within
+Theorem 1 (deviation of a logit; the paper's equation 8 and the form below it). A key channel decodes within
     radius_c = step_c / 2 + rounding of its original, so |s'_t - s_t| <= scale * sum_c |q_c| radius_c; and by
     Cauchy-Schwarz <= scale * |q|_2 * kappa_b with kappa_b = max_t |k_t - decoded k_t|_2, measured when the block is
     encoded. Neither is always the smaller (spread-out queries: the second, since the errors of the channels of one
     token are not all at their largest), so the smaller one is taken. Softcap is 1-Lipschitz and a bias cancels.
-    Delta_b stays a number of its block: the source takes the largest of all blocks.
+    Delta_b stays a number of its block: the paper takes the largest of all blocks.
 
-Theorem 2 (key error, centered; replaces the source's equation 15). Let eps_t = exp(s_t - s'_t) - 1 and
+Theorem 2 (key error, centered; replaces the paper's equation 15). Let eps_t = exp(s_t - s'_t) - 1 and
     m' = sum_t a'_t V_t. Then a_t = a'_t (1 + eps_t) / R with R = 1 + sum_t a'_t eps_t, and so EXACTLY
         sum_t (a_t - a'_t) V_t = (1 / R) sum_t a'_t eps_t (V_t - m'),
     where tokens with an exact logit drop out of the sum. Hence
         E_key <= sum_b rho'_b (exp(Delta_b) - 1) (nu_b + |m'|) / sum_b rho'_b exp(-Delta_b),
     with |m'| <= |O_quant| + E_val, which is known; nu_b the largest norm of the block's values.
-    The source has 2 Vmax exp(2 Delta) alpha (exp(2 Delta) - 1), alpha being the mass that the tail had when every
+    The paper has 2 Vmax exp(2 Delta) alpha (exp(2 Delta) - 1), alpha being the mass that the tail had when every
     block was scored in int8. Ours is never above it (|m'| <= Vmax, and the mass that the tail has in the end is at
     most exp(Delta) alpha), and is a quarter of it where |m'| is small beside Vmax and Delta is small.
 
 Theorem 3 (total variation). TV(a, a') <= tanh(max_b Delta_b / 2), and TV(a, a') <= sum_b rho'_b (exp(Delta_b) - 1);
-    E_key <= 2 Vmax TV (the source's theorem 4.3). Proof: the ratios a_t / a'_t lie in [m, M] with M / m <= exp(2 Delta),
+    E_key <= 2 Vmax TV (the paper's theorem 4.3). Proof: the ratios a_t / a'_t lie in [m, M] with M / m <= exp(2 Delta),
     since ALL of them share R. With ratio M on a set of a'-mass p and m on the rest, TV = p (M - 1), p M + (1 - p) m = 1,
     which is largest at p = 1 / (1 + exp(Delta)), where it is (exp(Delta) - 1) / (exp(Delta) + 1). Second form: if R >= 1
     the positive part of a - a' is at most sum a'_t (exp(Delta_b) - 1); if R < 1 that of a' - a is at most
     sum a'_t (1 - exp(-Delta_b)), which is smaller.
-    The source's lemma A.2 has tanh(Delta) and calls it attained: its extremal ratios exp(+-2 Delta) are not those of
+    The paper's lemma A.2 has tanh(Delta) and calls it attained: its extremal ratios exp(+-2 Delta) are not those of
     any logits within Delta (a factor of 2 for small Delta). Lemma A.3's alpha (exp(2 Delta) - 1) is loose likewise.
 
 Theorem 4 (range). |O_ref - m'| <= Vmax + |m'|, whatever the logits: so no bound on the key error is ever above this.
 
-Theorem 5 (value error; the source's corollary 4.2). E_val <= sum_b rho'_b eta_b, eta_b = max_t |V_t - decoded V_t|_2,
+Theorem 5 (value error; the paper's corollary 4.2). E_val <= sum_b rho'_b eta_b, eta_b = max_t |V_t - decoded V_t|_2,
     zero where original values are used.
 
-Vmax: the source takes it over the blocks that have a nu_b, which the trailing partial block has not; but key error
+Vmax: the paper takes it over the blocks that have a nu_b, which the trailing partial block has not; but key error
     moves mass onto those tokens too. Ours is over every visible token.
 
 Theorem 6 (arithmetic). Errors of float32: n-term dot products are within n u sum |q_c k_c| of the exact ones, in any
@@ -49,11 +49,11 @@ Theorem 6 (arithmetic). Errors of float32: n-term dot products are within n u su
     chain u sum a'_t |V_t|: ACCUMULATION. The output is rounded to the model's dtype: OUTPUT_ROUNDING.
     By tensor cores: a value is within HALF_STEP u |V_t| and, in each channel, HALF_TINY of what the scheme decodes; a weight is
     within 4 u + 2^-50, being two float16 numbers; 16 tokens are TENSOR_STEP steps, and a turn's sums are added like any number.
-    The source leaves all of this out, so its certificate need not bound its kernel's result in blocks with exact keys.
+    The paper leaves all of this out, so its certificate need not bound its kernel's result in blocks with exact keys.
 
 Theorem 7 (ranking). The exact log-mass of a block lies within Delta_b of the one from computed logits; so a tail block
     whose log-mass + Delta_b is not above the r-th largest log-mass of blocks with exact keys is not among the top r.
-    The source uses the largest Delta of all blocks here too.
+    The paper uses the largest Delta of all blocks here too.
 
 Theorem 8 (consistency). Where both logits of a token are known, |s' - s| <= Delta_b + the rounding of both: a
     violation proves that the planes are not what was encoded. Checked blocks whose stored norms are also at least
@@ -214,4 +214,4 @@ BOUNDS: tuple[Bound, ...] = (
 """All bounds that a certificate consists of."""
 
 SOURCE_KEY = 2 * VMAX * sympy.exp(2 * DELTA_MAX) * TAIL * (sympy.exp(2 * DELTA_MAX) - 1)
-"""The source's equation 15, for comparison only. tail: the mass of the unpromoted blocks, estimated from int8 scores alone."""
+"""The paper's equation 15, for comparison only. tail: the mass of the unpromoted blocks, estimated from int8 scores alone."""

@@ -1,6 +1,6 @@
 """Certify: the largest errors that a certificate may show, and what happens above them.
 
-The policy of the source's table 2, and its hard budgets. It is data of the compiled graph; the graph never branches on it.
+The policy of the paper's table 2, and its hard budgets. It is data of the compiled graph; the graph never branches on it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvcompile.schemes.base import require
 NAME = "certify"
 
 DEFAULTS = "default"
-"""Text of the source's policy."""
+"""Text of the paper's policy."""
 
 
 class Fallback(enum.Enum):
@@ -39,7 +39,7 @@ def _number(value: object, low: float, high: float) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Certify:
-    """Promotion, budgets and checks of certified attention; the default numbers are the source's.
+    """Promotion, budgets and checks of certified attention; the default numbers are the paper's.
 
         ``tau_cov``       promote blocks to full-precision keys until they hold this share of the estimated mass
         ``k_min, k_max``  smallest and largest number of promoted blocks
@@ -49,7 +49,7 @@ class Certify:
         ``v_tol``         read full-precision values of blocks that may add more than this to the value bound (rung 2); ``inf`` for none
         ``value_budget``  largest value bound; met by promoting further blocks, the largest first; ``inf`` for none
         ``rank``          how many leading blocks must be certain (rung 3); 0 turns the check off
-        ``agree``         whether codes must also order these blocks as full-precision keys do: the source asks it, exactness does not
+        ``agree``         whether codes must also order these blocks as full-precision keys do: the paper asks it, exactness does not
         ``guard``         by how much a logit may exceed its bound before the planes count as damaged (rung 4)
         ``explore``       share of the other blocks to compare with their full-precision tokens at every step
         ``select``        "head": each query head selects blocks for itself; "group": all query heads of a kv head use the union
@@ -137,7 +137,7 @@ class Figure(enum.IntEnum):
     DELTA = 6
     """The largest deviation of a logit over all blocks of codes."""
     TAIL = 7
-    """The mass, by int8 scores alone, of the blocks whose keys stayed codes: the source's estimated tail mass."""
+    """The mass, by int8 scores alone, of the blocks whose keys stayed codes: the paper's estimated tail mass."""
 
 
 class Count(enum.IntEnum):
@@ -155,7 +155,7 @@ class Count(enum.IntEnum):
 
 
 class Rung(enum.IntEnum):
-    """The last stage of recovery that a head needed, numbered as in the source."""
+    """The last stage of recovery that a head needed, numbered as in the paper."""
 
     PLAIN = 0
     WIDENED = 1
@@ -180,4 +180,4 @@ EXACT = Certify(tau_cov=1.0, k_min=2**31, k_max=2**31, v_tol=0.0, value_budget=0
 """Reads every block from its full-precision tokens."""
 
 NAIVE = Certify(tau_cov=0.0, k_min=0, k_max=0, widen=0, certain=False, v_tol=math.inf, rank=0, fallback=Fallback.REPORT)
-"""Codes alone with all checks off: the source's naive baseline."""
+"""Codes alone with all checks off: the paper's naive baseline."""
