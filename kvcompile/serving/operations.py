@@ -52,7 +52,10 @@ def paged_append_body(
     k: torch.Tensor, v: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, layout: str, key_tables: list[torch.Tensor],
     value_tables: list[torch.Tensor],
 ) -> None:
-    """Encode k [T, K, D] and v [T, K, Dv] and write their codes into ``slots`` [T] of the pool; negative slots are skipped."""
+    """Encode k [T, K, D] and v [T, K, Dv] and write codes and scales into ``slots`` [T] of the pool; negative slots are skipped.
+
+    Raises BadBlock for tensors that do not fit the layout.
+    """
     made = layout_of(layout)
     made.require_pool(pool)
     require_tokens(made, k, v, slots)
@@ -64,7 +67,10 @@ def paged_append_body(
 def write_codes(
     made: BlockLayout, slots: torch.Tensor, x: torch.Tensor, role: Role, planes: Sequence[torch.Tensor], tables: Sequence[torch.Tensor]
 ) -> None:
-    """Encode keys or values [T, K, D] and write their codes into ``slots`` [T] of planes [blocks, K, page, width]."""
+    """Encode keys or values [T, K, D]; write codes and scales into ``slots`` [T] of ``planes`` [blocks, K, page, width], in place.
+
+    ``made``: the layout; ``tables``: the scheme's constant planes. Negative slots are skipped.
+    """
     if not len(slots):
         return
     scheme, slot = made.of_role(role)
@@ -80,8 +86,9 @@ def write_codes(
 
 
 def encoded(scheme: Scheme, slot: SlotSpec, x_TKD: torch.Tensor, tables: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the codes of tokens [T, K, D] as one tensor [T, K, width] for each plane that grows; ``tables``: the
-    scheme's constant planes.
+    """Return tokens [T, K, D] encoded, one tensor [T, K, width] for each plane that grows, such as codes and scales.
+
+    ``tables``: the scheme's constant planes.
     """
     constant = [plane for plane in scheme.layout(slot).planes if plane.constant]
     given = [table for plane, table in zip(constant, tables, strict=True) if plane.encoding]
@@ -101,7 +108,7 @@ def paged_attend_body(
 
     Row r has the queries ``query_start[r]`` to ``query_start[r + 1]`` - 1 and reads the tokens before ``lengths[r]`` in the blocks
     ``block_table[r]``. ``layout``: ``BlockLayout.text``; ``key_tables``, ``value_tables``: the schemes' constant planes. The module
-    describes all operands.
+    describes all operands. Raises BadBlock for tensors that do not fit the layout.
     """
     made = layout_of(layout)
     made.require_pool(pool)

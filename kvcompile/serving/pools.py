@@ -52,7 +52,7 @@ class Pool:
         self, q: torch.Tensor, block_table: torch.Tensor, lengths: torch.Tensor, query_start: torch.Tensor, max_queries: int, *,
         scale: float | None = None, softcap: float = 0.0, window: int = 0, sinks: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend with queries [T, H, D] over rows of blocks; returns results [T, H, Dv] and log-sums [T, H]."""
+        """Return (results [T, H, Dv], log-sums [T, H]) of attention with queries [T, H, D] over rows of blocks."""
         return operations.paged_attend(
             q, self.data, block_table, lengths, query_start, max_queries, self.text, list(self.key_tables),
             list(self.value_tables), self.layout.head_dim**-0.5 if scale is None else scale, softcap, window, sinks,
@@ -66,7 +66,7 @@ def pool(
     """Return an empty pool of ``blocks`` blocks of ``page`` tokens for ``heads`` kv heads; ``dtype``: that of the model.
 
     ``values``: the scheme of the values, None for ``scheme``. All ``blocks * layout.block_bytes`` bytes are allocated here. Raises NotPaged
-    for a scheme that blocks cannot hold.
+    for a scheme that blocks cannot hold, and BadBlock for a number of blocks below 1.
     """
     layout = BlockLayout.of(scheme, heads, head_dim, values=values, value_dim=value_dim, page=page, dtype=dtype)
     if type(blocks) is not int or blocks < 1:

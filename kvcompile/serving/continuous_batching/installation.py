@@ -157,7 +157,10 @@ def _attention(
     arguments: CallNames, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     attention_mask: torch.Tensor | None, dropout: float = 0.0, scaling: float | None = None, cache: Any = None, **passed: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend over codes, as transformers calls an attention function; no mask: rows are causal, and apart by their lengths."""
+    """Write a step's keys and values into a layer's pool; return (attention over its codes, None), as transformers' attention functions do.
+
+    No mask is needed: rows are causal, and apart by their lengths.
+    """
     require_plain(cache, getattr(module, "layer_idx", None), passed)
     return attend_codes(arguments, module, query, key, value, scaling, cache, passed), None
 

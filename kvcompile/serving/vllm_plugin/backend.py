@@ -78,7 +78,7 @@ class CodesBackend(AttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """Give a layer's spec the bytes of codes that a token and head take; the engine's allocator follows it."""
+        """Return a layer's spec with the bytes of codes of a token and head, for the engine's allocator; ``spec`` itself if it has them."""
         if spec.state_content_bytes is not None:
             return spec
         keys, values = asked()
@@ -125,7 +125,7 @@ class CodesBuilder(AttentionMetadataBuilder[CodesMetadata]):
             log.warning("kvcompile: %s", warning)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> CodesMetadata:
-        """Return a step's operands; no number of the device is read."""
+        """Return a step's operands; no number of the device is read. Raises EngineUnfit unless attention is causal."""
         common = common_attn_metadata
         if common.causal is not True:
             raise EngineUnfit(
@@ -163,7 +163,7 @@ class CodesImpl(AttentionImpl[CodesMetadata]):
     def do_kv_cache_update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor,
     ) -> None:
-        """Write new keys [T, K, D] and values [T, K, Dv] into their slots as codes."""
+        """Encode new keys [T, K, D] and values [T, K, Dv] and write them into their slots of ``kv_cache``."""
         tokens = slot_mapping.shape[0]
         self.pool_of(kv_cache, key.dtype, value.shape[-1]).append(key[:tokens], value[:tokens], slot_mapping)
 
@@ -172,7 +172,10 @@ class CodesImpl(AttentionImpl[CodesMetadata]):
         attn_metadata: CodesMetadata | None, output: torch.Tensor, output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend with queries [T, H, D] over the codes of their rows, into ``output`` [T, H, Dv]."""
+        """Write attention with queries [T, H, D] over the codes of their rows into ``output`` [T, H, Dv] and return it.
+
+        Without ``attn_metadata`` it is set to zeros. Raises what ``refuse`` raises for quantized outputs.
+        """
         refuse(output_scale is not None or output_block_scale is not None, "results in the model's dtype", "a quantized output")
         if attn_metadata is None:
             return output.zero_()
