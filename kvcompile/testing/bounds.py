@@ -16,7 +16,7 @@ from kvcompile.types import SlotSpec
 
 
 def _by_group(scheme: Scheme, x_BKSD: torch.Tensor, spec: SlotSpec, reduce: Callable[..., torch.Tensor]) -> torch.Tensor:
-    """Apply ``reduce`` to each group that shares a scale; return its result at every channel of the group, float64 [B, K, S, D]."""
+    """Return what ``reduce`` makes of each group that shares a scale, at every channel of the group, float64 [B, K, S, D]."""
     fmt = scheme.format(spec)
     x = whole_blocks(scheme, x_BKSD / norms_of(scheme, x_BKSD, spec)).to(torch.float64)
     grouped = x.unflatten(-1, (-1, fmt.group)).unflatten(2, (-1, fmt.block))
@@ -59,7 +59,7 @@ def _function(bound: sympy.Expr) -> Callable[[np.ndarray, np.ndarray, np.ndarray
 
 
 def bound_of(scheme: Scheme, x_BKSD: torch.Tensor, spec: SlotSpec) -> torch.Tensor:
-    """Evaluate the error bound of a scheme that has one, for every channel of x, in float64."""
+    """Return the error bound of a scheme that has one for every channel of ``x_BKSD``, in float64."""
     amax, spread, norm = amax_of(scheme, x_BKSD, spec), spread_of(scheme, x_BKSD, spec), norms_of(scheme, x_BKSD, spec)
     bound = scheme.bound(spec)
     assert bound is not None, f"{scheme.name} announces no bound"

@@ -37,7 +37,7 @@ class Buffers(nn.Module):
             self.register_buffer(name, torch.zeros(rows, HEADS, capacity, head_dim, device="cpu"))
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
-        """Write keys and values at positions [S] and attend to all tokens up to each query's own."""
+        """Write keys and values at positions ``pos`` [S] in place; return attention over all tokens up to each query's own."""
         keys, values = self.k.index_copy_(2, pos, k), self.v.index_copy_(2, pos, v)
         seen = torch.arange(keys.shape[2], device="cpu") <= pos[:, None]
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=seen, enable_gqa=True)
@@ -55,7 +55,7 @@ class Grown(nn.Module):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, past: tuple[torch.Tensor, torch.Tensor] | None
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-        """Append keys and values to ``past`` and attend to all tokens up to each query's own."""
+        """Return (attention over all tokens up to each query's own, the cache): ``past`` with keys and values appended."""
         keys, values = k * self.one, v * self.one
         if past is not None:
             keys, values = torch.cat([past[0], keys], 2), torch.cat([past[1], values], 2)
@@ -71,13 +71,16 @@ def inputs(head_dim: int, tokens: int, seed: int = 1) -> tuple[torch.Tensor, tor
 
 
 def compiled(module: nn.Module, scheme: Scheme, inner: str = "eager") -> Callable[..., Any]:
-    """Compile a module over a cache of a scheme; an attention that cannot be rewritten is an error."""
+    """Return a module over a cache, compiled with ``scheme``; an attention that cannot be rewritten is an error. Resets the compiler."""
     torch.compiler.reset()
     return torch.compile(module, backend=backend(scheme, inner=inner, strict=True))
 
 
 def grown(scheme: Scheme, calls: tuple[int, ...]) -> tuple[Callable[..., Any], list[torch.Tensor], tuple[torch.Tensor, ...]]:
-    """Compile an attention over a growing cache and run it in ``calls`` on random inputs; return it, its caches, and the inputs."""
+    """Return (attention over a growing cache, compiled; its caches after ``calls``; the inputs).
+
+    Each call has that many random tokens. Raises Unlike if a cache is not compressed.
+    """
     run = compiled(Grown(), scheme)
     given = inputs(fitting(scheme).head_dim, sum(calls))
     past: tuple[torch.Tensor, ...] | None = None
@@ -94,7 +97,7 @@ def grown(scheme: Scheme, calls: tuple[int, ...]) -> tuple[Callable[..., Any], l
 
 
 def hold(scheme: Scheme, caches: list[torch.Tensor], expected: tuple[torch.Tensor, ...], roundings: int = 1) -> None:
-    """Check that caches decode to the ``expected`` tokens, within ``roundings`` times the scheme's error bound."""
+    """Check that caches decode to the ``expected`` tokens, within ``roundings`` times the scheme's error bound. Raises Unlike."""
     for cache, x, role in zip(caches, expected, Role, strict=True):
         made, found = scheme.for_role(role), decoded(cache)
         if found.shape != x.shape:

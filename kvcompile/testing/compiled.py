@@ -13,7 +13,7 @@ PROMPT, STEPS = 70, (1, 1, 5)
 
 
 def outputs(scheme: Scheme, inner: str) -> list[torch.Tensor]:
-    """Run a prompt and steps through an attention that is compiled by an inner compiler."""
+    """Return the results of a prompt and steps through an attention that is compiled by the inner compiler ``inner``."""
     width, start, found = fitting(scheme).head_dim, 0, []
     run, given = compiled(Buffers(ROWS, width), scheme, inner), inputs(width, PROMPT + sum(STEPS))
     with torch.no_grad():

@@ -49,7 +49,7 @@ def words_of(fmt: KernelFormat) -> torch.Tensor:
 
 
 def cpp_source(formats: Sequence[KernelFormat]) -> str:
-    """Write a function for every part of every format, ``unpack_<format>_<part>``, over an array of words."""
+    """Return C++ source with a function for every part of every format, ``unpack_<format>_<part>``, over an array of words."""
     lines = ["#include <cstdint>", expressions.CPP_PRELUDE]
     for index, fmt in enumerate(formats):
         word, count = expressions.CPP_TYPES[fmt.word_dtype], words_of(fmt).numel()
@@ -61,7 +61,10 @@ def cpp_source(formats: Sequence[KernelFormat]) -> str:
 
 
 def compare(fmt: KernelFormat, part: int, words: torch.Tensor, out: torch.Tensor, what: str) -> None:
-    """Check that ``out``, which the code named ``what`` returned for ``words``, equals ``unpack``; words that unpack to NaN may differ."""
+    """Check that ``out``, which the code named ``what`` returned for ``words``, equals ``unpack``; words that unpack to NaN may differ.
+
+    Raises Unlike for other results.
+    """
     eager = fmt.unpack(words, part)
     finite = eager.isfinite()
     if not int(finite.sum()) >= len(words) - 2:
@@ -73,7 +76,7 @@ def compare(fmt: KernelFormat, part: int, words: torch.Tensor, out: torch.Tensor
 
 
 def compiled(source: str) -> ctypes.CDLL:
-    """Compile C++ to a library and load it; raises LeftOut where there is no compiler."""
+    """Return the library that ``source``, C++, compiles to, loaded. Raises LeftOut without a compiler, Unlike if it does not compile."""
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
     if compiler is None:
         raise LeftOut("no C++ compiler was found")

@@ -57,7 +57,10 @@ def bound_is_not_vacuous(scheme: Scheme) -> None:
 
 
 def within(scheme: Scheme, x: torch.Tensor, spec: SlotSpec) -> None:
-    """Check the round trip of ``x`` [1, 1, S, D] against its bound, by channel; beyond ``largest`` NaN or Inf is allowed instead."""
+    """Check the round trip of ``x`` [1, 1, S, D] against its bound, by channel; beyond ``largest`` NaN or Inf is allowed instead.
+
+    Raises Unlike.
+    """
     amax = largest_of(scheme, x, spec).expand(x.shape)
     found = round_trip(scheme, x, spec)
     fine = (found - x.to(torch.float64)).abs() <= bound_of(scheme, x, spec)

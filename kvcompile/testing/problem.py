@@ -27,7 +27,7 @@ def reference(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, *, bias: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None, scale: float, softcap: float = 0.0,
 ) -> torch.Tensor:
-    """Compute softmax(q k' scale) v in float64 over materialized scores; a sink is one more column that has no value."""
+    """Return softmax(q k' scale) v, in float64 over materialized scores; a sink is one more column that has no value."""
     groups = q.shape[1] // k.shape[1]
     k, v = (x.double().repeat_interleave(groups, dim=1) for x in (k, v))
     scores = q.double() @ k.transpose(-1, -2) * scale
@@ -128,7 +128,10 @@ class Problem:
         )
 
     def check(self, **operands: Any) -> torch.Tensor:
-        """Check ``attend``, and its body in float64, against the reference within rounding; return the result of ``attend``."""
+        """Check ``attend``, and its body in float64, against the reference within rounding; return the result of ``attend``.
+
+        Raises Unlike.
+        """
         found, wanted = attend(*self.arguments(**operands)), self.wanted(**operands)
         if found.dtype != self.dtype or found.shape != wanted.shape:
             unlike(f"a result {tuple(wanted.shape)} in {self.dtype}", f"{tuple(found.shape)} in {found.dtype}")

@@ -77,5 +77,5 @@ def unwritten(scheme: Scheme, spec: SlotSpec, plane: PlaneSpec, pages: int, batc
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """View a tensor as bytes, so that NaN compares too."""
+    """Return a tensor viewed as bytes, so that NaN compares too."""
     return tensor.contiguous().view(torch.uint8)

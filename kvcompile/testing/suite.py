@@ -28,7 +28,7 @@ class Outcome:
 
 
 def outcomes(scheme: type[Scheme], laws: Sequence[Law] = LAWS) -> Iterator[Outcome]:
-    """Try laws on a scheme's class one after the other; a law ends with the first setting that breaks it."""
+    """Yield the outcome of each of ``laws`` on a scheme's class; a law ends with the first setting that breaks it."""
     with known(scheme):
         for law in laws:
             yield _outcome(law, scheme)
