@@ -22,7 +22,7 @@ from kvcompile.types import Role
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure static scales, write them to a file, and print how many values they clip."""
+    """Measure static scales, write them to a file, and print how many values they clip; return the exit status, 0."""
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
     found: list[Calibration] = []
     with ProgressLine("calibrate") as progress:

@@ -85,7 +85,10 @@ class Dump:
         return title + (f"# other variants: {others}\n" if others else "") + _readable(rewritten.module)
 
     def inductor(self) -> str:
-        """Return the output module that Inductor makes of the chosen variant for this machine; the compiled code is discarded."""
+        """Return the output module that Inductor makes of the chosen variant for this machine; the compiled code is discarded.
+
+        Raises NothingToDump if Inductor emits none.
+        """
         variant, rewritten = self._rewritten()
         sources = emitted_modules(rewritten.module, self._made().inputs(variant), self._captured().fake_mode)
         if not sources:

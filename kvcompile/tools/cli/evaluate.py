@@ -48,7 +48,10 @@ QUICK_REAL = dataclasses.replace(REAL, lengths=(512,), tail=32, questions=2, inn
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure the schemes, save after each one, and print the results."""
+    """Measure the schemes, save after each one, and print the results; return the exit status, INTERRUPTED after Ctrl-C.
+
+    With ``--read`` it prints saved results instead. Raises BadEvaluation if the output folder has a run already.
+    """
     if arguments.plot is not None:
         plots.check(arguments.plot)
     if arguments.out is not None and (arguments.out / "results.json").exists():
@@ -75,7 +78,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def measure(arguments: argparse.Namespace, wanted: Sequence[tuple[str, str]], effort: Effort) -> Results:
-    """Measure (scheme, label) pairs, saving after each; Ctrl-C keeps the schemes measured so far, once the reference is measured."""
+    """Return the results of (scheme, label) pairs, measured and saved one after the other.
+
+    Ctrl-C ends it with the schemes measured so far; before the first one it passes through.
+    """
     done: dict[str, Measured] = {}
     with ProgressLine("eval", len(wanted)) as progress:
         progress.at("loading the model")
@@ -119,7 +125,7 @@ def measured(bench: Bench, arguments: argparse.Namespace, wanted: Sequence[tuple
 
 
 def _measured_alone(arguments: argparse.Namespace, scheme: str, label: str) -> Measured:
-    """Measure one scheme in a separate process."""
+    """Return the measurements of one scheme; for a separate process, whose threads it sets."""
     torch.set_num_threads(threads_of(arguments))
     subject = subject_of(arguments)
     return Bench(subject, effort_of(arguments)).measure(scheme_of(scheme, subject), label)

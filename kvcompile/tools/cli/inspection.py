@@ -59,7 +59,7 @@ def _show_pass(owner: Backend, report: Report, arguments: argparse.Namespace) ->
 
 
 def dump(arguments: argparse.Namespace) -> int:
-    """Print a graph of a target, or write it to a file."""
+    """Print a graph of a target, or write it to a file; return the exit status, 0."""
     from kvcompile.tools.cli.dump import LANGUAGES, Dump, DumpStage
 
     stage = DumpStage(arguments.stage)

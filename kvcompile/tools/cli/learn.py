@@ -51,7 +51,7 @@ def joined(device: str) -> Iterator[str]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Learn the tables and write them to a file."""
+    """Learn the tables and write them to a file; return the exit status. Raises TargetError for a scheme without tables."""
     scheme = parse(arguments.scheme)
     if not isinstance(scheme, Beyond):
         raise TargetError(found=arguments.scheme, why=f"only the scheme {Beyond.name!r} has tables to learn")

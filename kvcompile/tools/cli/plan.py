@@ -41,7 +41,7 @@ UNCOUNTED = (
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Trace the target, plan it under every scheme, and print the result."""
+    """Trace the target, plan it under every scheme, and print the result; return the exit status, 0."""
     wanted = _policies(arguments.schemes)
     prompt = min(arguments.prefill or arguments.context, arguments.context)
     with ProgressLine("plan") as progress:

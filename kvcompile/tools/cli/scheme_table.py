@@ -24,7 +24,7 @@ from kvcompile.types import Role, SlotSpec, pages_for
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the table of schemes."""
+    """Print the table of schemes; return the exit status, 0."""
     dtype = getattr(torch, arguments.dtype)
     if arguments.json:
         rows = [scheme_row(kind(), arguments.heads, arguments.head_dim, arguments.layers, dtype, arguments.tokens) for kind in registered()]

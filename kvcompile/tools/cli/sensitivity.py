@@ -41,7 +41,10 @@ class DecodingSubject:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure (or read) the damages, write and print them, and fit a policy if a memory budget is given."""
+    """Measure (or read) the damages, write and print them, and fit a policy if a memory budget is given.
+
+    Returns the exit status, INTERRUPTED after Ctrl-C.
+    """
     names = [short_scheme(parse(item)) for item in arguments.schemes]
     known = None if arguments.read is None else Sensitivity.load(arguments.read)
     with ProgressLine("sensitivity") as progress:

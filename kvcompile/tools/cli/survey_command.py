@@ -21,7 +21,10 @@ from kvcompile.tools.cli.trial import TrialSettings
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Try the requested architectures that are not known yet, and print the table."""
+    """Try the requested architectures that are not known yet, and print the table; return the exit status, INTERRUPTED after Ctrl-C.
+
+    Raises NothingToMeasure without transformers, and TargetError for an architecture that it lacks.
+    """
     if importlib.util.find_spec("transformers") is None:
         raise NothingToMeasure(
             expected="the architectures of transformers", found="that transformers is not installed", todo="pip install 'kvcompile[hf]'",

@@ -239,7 +239,10 @@ def _plain(refusal: Refusal) -> dict[str, str]:
 def run(
     subject: TinyModel, call: Callable[..., Any], cache: str, rows: int, settings: TrialSettings, compiled: Callable[[], int]
 ) -> TrialRun:
-    """Run prefill and decode steps with ``call``; ``compiled`` returns the number of graphs so far. Raises _NoCache without a cache."""
+    """Run prefill and decode steps with ``call``; return the last token's logits and the number of new graphs of each call.
+
+    ``compiled`` returns the number of graphs so far. Raises _NoCache if the model returns no cache.
+    """
     total = settings.prompt + settings.steps
     generator = torch.Generator().manual_seed(7)
     words = torch.randint(3, subject.vocabulary, (rows, total), generator=generator, device="cpu")
@@ -264,7 +267,10 @@ def run(
 
 
 def _stock(subject: TinyModel, cache: str, rows: int, settings: TrialSettings, lowered: bool = False) -> TrialRun:
-    """Run the case under stock ``torch.compile``; ``lowered``: down to Inductor's operations, which adds guards."""
+    """Return the run of the case under stock ``torch.compile``.
+
+    ``lowered``: down to Inductor's operations, which adds guards.
+    """
     made: list[Any] = []
     lower = lookup_backend("aot_eager_decomp_partition") if lowered else None
 

@@ -41,6 +41,8 @@ class Effort:
     ``lengths``: of prompts, in the subject's units. ``tail``: tokens decoded after each text. ``batch``: number of texts, and of questions
     that run at a time. ``questions``: per task and length. ``keys``: lines whose keys share one of their two words, for tasks that have
     them. ``depths``: used in turn; drawn at random if empty. ``attention``: whether to measure the outputs of attention modules too.
+
+    Raises BadEvaluation for a task that is not known and for a depth outside of 0 to 1.
     """
 
     lengths: tuple[int, ...] = (2000,)
@@ -68,7 +70,10 @@ QUICK = Effort(lengths=(600,), tail=32, questions=16, inner="eager", attention=F
 
 
 class Bench:
-    """A subject with its texts and questions, and the reference that schemes are compared with; ``report``: called with messages."""
+    """A subject with its texts and questions, and the reference that schemes are compared with: logits, computed when a Bench is made.
+
+    ``report``: called with messages. Raises BadEvaluation for lengths that exceed the model's positions.
+    """
 
     def __init__(self, subject: Subject, effort: Effort, report: Callable[[str], None] = lambda what: None) -> None:
         self.subject, self.effort, self.report = subject, effort, report
@@ -99,14 +104,17 @@ class Bench:
         return torch.cat([call.logits[:, -self.effort.tail :] for call in calls])
 
     def reference(self) -> Measured:
-        """Measure the uncompressed model with an uncompressed cache: the losses of its texts, and its answers."""
+        """Return the measurements of the uncompressed model with an uncompressed cache: the losses of its texts, and its answers."""
         started = time.perf_counter()
         texts = tuple(self._text(length, self.logits[length].unbind(1)) for length in self.effort.lengths)
         said = tuple(item for length in self.effort.lengths for item in self._answers(self.subject.model, length, DENSE))
         return Measured(DENSE, texts, answers=said, seconds=time.perf_counter() - started)
 
     def measure(self, scheme: object, label: str | None = None) -> Measured:
-        """Measure the model under one scheme: losses and KL of texts, answers, bytes; ``label`` None: the scheme as text."""
+        """Return the measurements of the model under one scheme: losses and KL of texts, answers, bytes. Resets the compiler.
+
+        ``label`` None: the scheme as text.
+        """
         label, started = label or str(scheme), time.perf_counter()
         # Code compiled for an earlier scheme would count toward Dynamo's limit of versions.
         torch.compiler.reset()
@@ -177,7 +185,7 @@ class Bench:
 
 
 def _options(task: str, effort: Effort) -> dict[str, int]:
-    """Return the options of a task's plan that ``effort`` sets to other values than the plan's defaults."""
+    """Return the options of a task's plan that ``effort`` sets to other values than the plan's defaults; empty if there are none."""
     return {"keys": effort.keys} if task in KEYED and effort.keys != Effort.keys else {}
 
 

@@ -28,6 +28,8 @@ class CompressedModel:
     """The harness's three kinds of request, answered through a compressed cache; ``harness_model`` adds the harness's base class.
 
     ``backend``: the backend of the compiled model, whose report lists the rewritten sites and bytes.
+
+    Making one resets the compiler. Raises BadEvaluation without a maximal length, and for a tokenizer without start and end tokens.
     """
 
     def __init__(

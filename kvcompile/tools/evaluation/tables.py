@@ -174,7 +174,7 @@ def _more(mean: Mean, form: str) -> str:
 def telemetry_table(rows: Sequence[Measured]) -> Table:
     """Return a table of certified attention: bounds before and after the fallback, and shares of rungs and causes.
 
-    Its rows follow the source's tables 11, 12 and 15.
+    Its rows follow the paper's tables 11, 12 and 15.
     """
     table = _table(
         "certified attention while the texts were decoded",

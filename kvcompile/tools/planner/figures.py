@@ -79,7 +79,10 @@ class Figures:
         )
 
     def timed(self, label: str, batch: int, context: int) -> Speed | None:
-        """Return the time of a scheme's attention and of dense, at the measured number of tokens over all rows nearest to the request."""
+        """Return the times of a scheme's attention and of dense attention, as measured nearest to ``batch`` * ``context`` tokens.
+
+        None if none were measured.
+        """
         rows = {(row["batch"], row["tokens"]): row["ms"] for row in self.speed["rows"] if _label(row["scheme"]) == label}
         dense = {(row["batch"], row["tokens"]): row["ms"] for row in self.speed["rows"] if row["scheme"] == "dense"}
         both = sorted(rows.keys() & dense.keys(), key=lambda at: abs(math.log(at[0] * at[1] / (batch * context))))

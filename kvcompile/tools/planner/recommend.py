@@ -1,6 +1,6 @@
 """Recommendation: of the schemes that fit, the one with the least measured damage, with its figures as reasons.
 
-The rules follow the source's decision guide, with measured figures in place of its fixed order of formats:
+The rules follow an article's decision guide, with measured figures in place of its fixed order of formats:
 
 1. A scheme must fit: that many requests of that many tokens, with weights, prompts and overhead. 2. Its damage must have been measured
 (``figures.json``). 3. Eight-bit floats are skipped on hardware that converts them in software (before sm_89). 4. Least damage comes first;

@@ -125,7 +125,7 @@ class StoredSlot:
         return self.layout.bytes_per_token(self.slot.heads)
 
     def dense(self, batch: int, tokens: int) -> int:
-        """Return the bytes of a dense cache of the same tokens."""
+        """Return the bytes of a dense cache of ``batch`` rows of ``tokens`` tokens."""
         rows = 1 if self.pooled else batch
         return rows * self.tokens(tokens) * self.slot.heads * self.slot.head_dim * self.slot.dtype.itemsize
 
@@ -144,7 +144,7 @@ class StoredSlot:
                 yield _share(plane, index == 0), plane.host, Layout((plane,)).nbytes(pages, rows, self.slot.heads)
 
     def nbytes(self, batch: int, tokens: int) -> int:
-        """Return the bytes of all planes, on the device and the host."""
+        """Return the bytes of all planes for ``batch`` rows of ``tokens`` tokens, on the device and the host."""
         return sum(count for _, _, count in self.shares(batch, tokens))
 
     def formula(self, pages: sympy.Expr) -> sympy.Expr:
@@ -206,7 +206,7 @@ class Stores:
         return sum(count for (_, host), count in self.shares(batch, tokens).items() if host)
 
     def dense_bytes(self, batch: int, tokens: int) -> int:
-        """Return the bytes of a dense cache of the same tokens."""
+        """Return the bytes of a dense cache of ``batch`` rows of ``tokens`` tokens."""
         return sum(item.dense(batch, tokens) for item in self.stored) + self.remainder.nbytes(batch, tokens)
 
     def growing_bytes(self, batch: int, tokens: int) -> int:
