@@ -119,7 +119,7 @@ class Compilation:
         return over_tensors(compiled) if views else compiled
 
     def _with_attributes(self, code: Code) -> Code:
-        """Wrap ``code`` so that it takes the caller's arguments and appends the tensors that Dynamo left as attributes of its graph.
+        """Return ``code`` wrapped to append to its arguments the tensors that Dynamo left as attributes; without any, ``code`` itself.
 
         No Dynamo guard watches whether such a cache is compressed, so each call checks: a compressed cache that ``code`` does not take is
         decoded for the call, or made dense if the graph may write it.
@@ -285,7 +285,11 @@ class Compilation:
         return run
 
     def _dense(self, captured: Captured, effects: Effects | None) -> Code:
-        """Compile a graph without sites. Each call decodes the compressed caches that it reads, and makes those dense that it writes."""
+        """Return the code of ``captured``, a graph without sites, compiled.
+
+        Each of its calls decodes the compressed caches that it reads and makes those dense that it may write (``effects``). Logs a warning
+        if calls decode caches.
+        """
         given = tuple(entry.index for entry in captured.inputs if entry.compressed)
         if not given:
             return self.inner(self.gm, self.examples, captured.fake_mode, constant=parameters(captured.inputs))

@@ -24,7 +24,7 @@ _made: list[tuple[dict[str, Any], Backend]] = []
 def compile_graph(
     gm: fx.GraphModule, example_inputs: list[Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """Compile one graph of Dynamo's by the backend of these options, the arguments of ``kvcompile.backend`` by name.
+    """Return the code of Dynamo's graph ``gm``, compiled by the backend of ``options``, the arguments of ``kvcompile.backend`` by name.
 
     Raises UnknownSetting for another name, and what ``kvcompile.backend`` raises; Dynamo wraps each in BackendCompilerFailed.
     """

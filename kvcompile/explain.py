@@ -61,7 +61,7 @@ def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def explain(
     model: Any, inputs: Any, scheme: object = "int8", *, tokens: int | None = None, certify: Certify | None = None
 ) -> Report:
-    """Run ``model`` once on ``inputs`` (a mapping, a sequence or one tensor) and report its sites under ``scheme``.
+    """Run ``model`` once on ``inputs`` (a mapping, a sequence or one tensor) and return the report of its sites under ``scheme``.
 
     The inputs are deep-copied, so a cache among them is not touched. If the result has ``past_key_values``, one more token is decoded with
     it, so that the decode graph is reported too.

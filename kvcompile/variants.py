@@ -172,7 +172,10 @@ class Variants:
         return made.module
 
     def compiled(self, variant: Variant) -> tuple[Rewritten, Code]:
-        """Return a variant's rewritten graph and its code. Raises NotCompiled, also on every later request once it failed."""
+        """Return a variant's rewritten graph and its code, compiled at the first request.
+
+        Raises NotCompiled if that fails, and again at every later request.
+        """
         if variant in self._failed:
             raise self._failed[variant]
         if variant in self._compiled:

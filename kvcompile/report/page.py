@@ -36,7 +36,7 @@ class Bar:
 
     @property
     def share(self) -> float:
-        """The length of the bar, in percent."""
+        """The length of the bar, in percent; 0 if the largest number of bytes is 0."""
         return 100.0 * self.nbytes / self.most if self.most else 0.0
 
 
