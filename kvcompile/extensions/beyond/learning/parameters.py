@@ -55,7 +55,7 @@ class Parameters:
         self.slots: dict[tuple[str, Role], SlotParameters] = {}
 
     def of(self, path: str, role: Role, heads: int, head_dim: int, device: torch.device) -> SlotParameters:
-        """Return the parameters of the slot of ``role`` at a module path, new uniform ones for a slot not seen before.
+        """Return the parameters of the slot of ``role`` at a module path; a slot not seen before gets new uniform ones, which are kept.
 
         Attentions of one module share them; raises BadTables if those attentions differ in shape.
         """

@@ -68,7 +68,10 @@ class ObservingBackend:
         return run
 
     def observed(self, captured: Captured) -> tuple[fx.GraphModule, list[SlotIdentity]]:
-        """Return the graph with the tokens of its slots as its last results, and the slots' identities in the same order."""
+        """Return the graph with the tokens of its slots as its last results, and the slots' identities in the same order.
+
+        Adds the refusals of the graph's attentions to ``refusals``.
+        """
         found = find(captured)
         self.refusals += found.refusals
         graph = fx.Graph()
