@@ -208,7 +208,7 @@ def compile_graph(
     """Return a callable on real arguments; raises the inner compiler's errors.
 
     ``constant``: inputs, by index, that are this tensor in every call; they become attributes if Inductor freezes (``freezes``).
-    ``replayed``: False turns CUDA graphs off.
+    ``replayed``: False turns CUDA graphs off. Logs a warning if equal layers could not be compiled as one region.
     """
     if settings.inner is Inner.EAGER:
         return module.forward

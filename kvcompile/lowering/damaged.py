@@ -28,7 +28,10 @@ KEY = re.compile(r"\bcompile_tasks\.(\w+)")
 
 
 def rebuilding(build: Callable[[], Any]) -> Any:
-    """Return ``build()``; if it fails on a damaged cache entry, remove the entry and try again. Raises DamagedCache if the entry stays."""
+    """Return ``build()``; if it fails on a damaged cache entry, remove the entry, log a warning and try again.
+
+    Raises DamagedCache if the entry stays.
+    """
     removed: set[Path] = set()
     while True:
         try:
