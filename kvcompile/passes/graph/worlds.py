@@ -115,7 +115,10 @@ class Guards:
         return found
 
     def fixed(self, symbol: Any) -> bool:
-        """Return whether a symbol provably has one value: any other breaks a guard, for all values of the other symbols."""
+        """Return whether a symbol provably has one value: any other breaks a guard, for all values of the other symbols.
+
+        False if that cannot be proved. If so, the range of the symbol becomes that value.
+        """
         bounds = self.env.var_to_range.get(symbol) if self.env is not None else None
         if bounds is None or not bounds.lower.is_Integer:
             return False

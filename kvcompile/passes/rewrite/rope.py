@@ -46,7 +46,7 @@ class RopeTables:
         return self._at(emit, slot, slot.rope, self._place(emit, slot, position, origin))
 
     def operands(self, emit: Emitter, slot: SlotPlan) -> list[Any]:
-        """Return attend's operands to rotate stored keys: tables of all positions, and the pairing of channels; [] without ``pre_rope``."""
+        """Emit attend's operands to rotate stored keys: tables of all positions, and the pairing of channels; [] without ``pre_rope``."""
         if slot.rope is None:
             return []
         plane = self.planes.of(slot)[0]

@@ -37,7 +37,7 @@ class SlidingCaches:
     positions: dict[Any, fx.Node] = field(default_factory=dict)
 
     def cursor(self, sliding: SlidingCache) -> fx.Node:
-        """Return the cursor: the slot of the next token, int64 [1]."""
+        """Return the cursor, the slot of the next token, int64 [1]: a placeholder, created at first use for each number of slots."""
         if sliding.slots not in self.cursors:
             last = [node for node in self.graph.nodes if node.op == "placeholder"][-1]
             with self.graph.inserting_after(last):
@@ -131,12 +131,12 @@ class SlidingCaches:
         return self.orders[key]
 
     def in_slot_order(self, emit: Emitter, item: SitePlan, seen: Visibility, device: torch.device) -> Visibility:
-        """Return the mask operands of a call with one new token, mapped from token order to slot order."""
+        """Emit the mask operands of a call with one new token, mapped from token order to slot order, and return them."""
         sliding, site = item.key.slot.sliding, item.site
         assert sliding is not None
         count = sliding.past + 1
         if seen.hides_nothing and (same(count, sliding.slots) or _all_of_it(item.key.slot)):
-            # Until the cache is full, its first slots hold the tokens in order (``runtime.token_slots.readdressed`` ensures it).
+            # Until the cache is full, its first slots hold the tokens in order (``runtime.store.token_slots.readdressed`` ensures it).
             last = count - 1 if isinstance(count, int) else emit.call(operator.sub, emit.size(count), 1)
             return Visibility(emit.constant_limit(1, last, device))
         key = (sliding.slots, str(count), site.bounds, site.heads, site.groups)

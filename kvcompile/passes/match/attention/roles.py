@@ -89,9 +89,9 @@ class Letters:
         return i < len(before) and len(dims[i]) > 1 and self.size.get(dims[i][0]) == 1 and after[j + 1 : j + 2] == before[i : i + 1]
 
     def _regrouped(self, inside: list[tuple[str, ...]], after: list[int], node: fx.Node) -> list[tuple[str, ...]]:
-        """Return the letters of the dims ``inside``, distributed over dims of sizes ``after``; splits a lone letter.
+        """Return the letters of the dims ``inside``, distributed over dims of sizes ``after``.
 
-        Raises Miss where letters would be mixed.
+        A lone letter is split, and its parts and their sizes recorded. Raises Miss where letters would be mixed.
         """
         letters = [letter for dim in inside for letter in dim]
         if len(after) == 1:

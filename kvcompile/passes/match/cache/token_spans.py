@@ -51,7 +51,10 @@ class Unknown(Exception):
 
 @dataclass
 class SpanTracer:
-    """A tracer of the spans of tensors along ``dim``, which collects the nodes that they go through."""
+    """A tracer of the spans of tensors along ``dim``.
+
+    Every method that goes through nodes adds them to ``chain``, and the token counts n of slices ``[-n:]`` to ``caps``.
+    """
 
     effects: Effects
     dim: int

@@ -132,7 +132,10 @@ class Reader:
     # --- leaves ----------------------------------------------------------------------------------
 
     def _leaf(self, kind: str, node: fx.Node, coords: Coords, part: ComplexPart, moving: tuple[int, ...]) -> Read:
-        """Return a constant of the model as a leaf; ``moving``: its dims that the position indexes. Raises Miss for other nodes."""
+        """Return a constant of the model as a leaf, and note the constant; ``moving``: its dims that the position indexes.
+
+        Raises Miss for other nodes.
+        """
         if not is_tensor(node) or node.op not in {"placeholder", "get_attr"}:
             raise changed(f"they are looked up in the result of {op_name(node)}", node)
         fixed, along = [], None
