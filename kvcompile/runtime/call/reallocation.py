@@ -119,7 +119,7 @@ class Reallocation:
                 _look(layers, held)
 
     def _due(self, item: _Held) -> Due:
-        """Return when a layer's widths must be decided; reads the last drift check if the next one is due."""
+        """Return when a layer's widths must be decided; reads and drops the last drift check if the next one is due."""
         due = item.keys.due(item.count, item.layer, self.early)
         if due is not Due.NOT or item.keys.decision is not None or not item.keys.looks(item.count, item.layer):
             return due

@@ -122,7 +122,7 @@ class _Operands:
     taken: list[_Operand]
 
     def plain(self, value: Any) -> Any:
-        """Return the decoded copy of a compressed value; any other value unchanged."""
+        """Return the decoded copy of a compressed value, which is noted as taken; any other value unchanged."""
         if not _stands(value):
             return value
         for item in self.taken:
