@@ -208,7 +208,10 @@ class Compilation:
         return bound
 
     def _known(self, key: str) -> BoundGraph | None:
-        """Return the bound graph of an equal graph that was compiled before its caches were compressed; None if there is none."""
+        """Return the bound graph of an equal graph that was compiled before its caches were compressed; None if there is none.
+
+        If there is one, the report and the record take over what is known of that graph.
+        """
         if key not in self.memory.bound:
             return None
         bound, record = self.memory.bound[key]
@@ -222,7 +225,8 @@ class Compilation:
     def _validated(self, captured: Captured, matched: Matched, planned: Plan) -> Plan:
         """Return the plan without the sites that validation refuses.
 
-        A site is refused if its twin differs, or cannot be run and the settings do not allow that.
+        A site is refused if its twin differs, or cannot be run and the settings do not allow that. Records in the report which sites were
+        validated.
         """
         if self.settings.validate is Validate.NEVER:
             return planned

@@ -51,7 +51,7 @@ GROUP = "kvcompile.schemes"
 
 @functools.cache
 def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
-    """Return the entry points of other packages' schemes by name; an entry point with the name of a scheme of ours is left out."""
+    """Return the entry points of other packages' schemes by name; one with the name of a scheme of ours is left out, with a warning."""
     found = {}
     for point in importlib.metadata.entry_points(group=GROUP):
         if point.name in PLACES:

@@ -91,7 +91,7 @@ class Arguments(Candidates):
     def solved(self, made: list[Any], order: list[int], moment: TrialCall) -> bool:
         """Return whether one of the arguments from which positions are computed could be solved for the call's positions.
 
-        If so, ``made`` holds that argument's value, and all other arguments unchanged.
+        If so, that argument's value is put into ``made``; all others stay.
         """
         count = self.tokens(moment)
         wanted = torch.arange(moment.start, moment.start + count, device="cpu")

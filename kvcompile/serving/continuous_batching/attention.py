@@ -48,7 +48,7 @@ def attend_codes(
 def step_tables(arguments: CallNames, allocator: Any, layer: int, passed: Mapping[str, Any]) -> StepTables:
     """Return the tables of this step, made by the first layer of a kind and kept for the others.
 
-    Under a compiler each layer makes them, and the compiler finds that they are equal.
+    Under a compiler each layer makes them, and the compiler finds that they are equal. Notes in the allocator that ``layer`` was called.
     """
     compiling = torch.compiler.is_compiling()
     if not compiling:

@@ -85,7 +85,10 @@ def decibels(signal: float, noise: float) -> float:
 def attention_errors(
     subject: Subject, scheme: object, paths: Sequence[str], texts: Mapping[int, torch.Tensor], capacity: int
 ) -> tuple[LayerError, ...]:
-    """Return the errors of the attention modules at ``paths``; ``texts``: ids [B, T] by the length of their prompts."""
+    """Return the errors of the attention modules at ``paths``; ``texts``: ids [B, T] by the length of their prompts.
+
+    Resets the compiler.
+    """
     named = modules(subject.model, paths)
     torch.compiler.reset()
     compiled = torch.compile(subject.model, backend=backend(scheme, inner=Inner.EAGER), dynamic=False)
