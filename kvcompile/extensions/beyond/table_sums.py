@@ -85,7 +85,10 @@ def sums(
     weights: torch.Tensor, x: torch.Tensor, thresholds: torch.Tensor, bits: int, scale_dtype: torch.dtype, window: float,
     launcher: Launcher | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return sums of weight times scale over values [B, K, S, D]: by level [K, G, n], and left and right of thresholds [K, G, n - 1]."""
+    """Return sums of weight times scale over values [B, K, S, D]: by level [K, G, n], and left and right of thresholds [K, G, n - 1].
+
+    ``window``: the distance from a threshold within which values count, in scales. ``launcher`` None runs the kernel immediately.
+    """
     launcher = launcher or Direct(x.device.type == "cuda")
     x, weights = (each if each.stride(3) == 1 else each.contiguous() for each in (x, weights))
     (B, K, S, D), groups, levels = x.shape, thresholds.shape[1], 2**bits

@@ -124,7 +124,7 @@ class Bucket:
         return self.where.to(torch.int64)
 
     def coded(self, heads: slice = slice(None), index: torch.Tensor | slice = slice(None)) -> coder.Coded:
-        """Return the codes [K, n, bytes] and scales [K, n, 1] of the given kv heads and indices within the bucket."""
+        """Return the codes [K, n, bytes] and scales [K, n, 1] of the kv heads ``heads``, at the indices ``index`` within the bucket."""
         return torch.cat([each[heads][:, index] for each in self.codes], -1), self.scales[heads][:, index].unsqueeze(-1)
 
     def put(self, at: torch.Tensor, coded: coder.Coded, position: torch.Tensor) -> None:

@@ -78,8 +78,8 @@ def parts_of(bits: int, head_dim: int) -> tuple[int, ...]:
 def encode(x: torch.Tensor, bits: int, scale_dtype: torch.dtype = torch.float16, frame: Frame = Frame.TURNED) -> Coded:
     """Return (packed codes, each token's scale) of tokens ``x`` [..., D] at ``bits`` bits per channel; 8 must divide D.
 
-    A scale follows from the token's largest magnitude. Codes of fewer than 8 bits in Frame.TURNED have a scale with a sign
-    (``_signed_scale``), all others a positive one.
+    ``frame``: that of codes narrower than 8 bits; ``scale_dtype``: the dtype of scales. A scale follows from the token's largest magnitude.
+    Codes of fewer than 8 bits in Frame.TURNED have a scale with a sign (``_signed_scale``), all others a positive one.
     """
     x = x.to(torch.float32)
     half = 1 << (bits - 1)
@@ -102,7 +102,10 @@ def decode(coded: Coded, bits: int) -> torch.Tensor:
 
 
 def narrower(coded: Coded, bits: int, to: int, frame: Frame = Frame.TURNED) -> Coded:
-    """Return ``coded``, codes and scales of ``bits`` bits, encoded anew at ``to`` bits. Raises ValueError unless ``to`` is smaller."""
+    """Return ``coded``, codes and scales of ``bits`` bits, encoded anew at ``to`` bits in ``frame``.
+
+    Raises ValueError unless ``to`` is smaller.
+    """
     if to >= bits:
         raise ValueError(f"codes of {bits} bits cannot become codes of {to}: more bits need the full-precision values, not the codes")
     return encode(decode(coded, bits), to, coded[1].dtype, frame)

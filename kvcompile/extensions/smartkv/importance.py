@@ -83,7 +83,7 @@ def head_weights(measures_RH: torch.Tensor) -> torch.Tensor:
 
 
 def of_mean_one(importance_RT: torch.Tensor, keep_RT: torch.Tensor | None = None) -> torch.Tensor:
-    """Return importance divided by its mean over the present tokens (3.3); zeros in a row without any."""
+    """Return importance divided by its mean over the present tokens (3.3); zeros in a row without any. ``keep`` None: all are present."""
     if keep_RT is None:
         return importance_RT / (importance_RT.mean(-1, keepdim=True) + EPSILON)
     importance = torch.where(keep_RT, importance_RT, 0.0)

@@ -36,7 +36,7 @@ def fits(slot_buckets: Buckets, need: PlaneLengths) -> bool:
 
 
 def held_bytes(slot_buckets: Buckets, room: PlaneLengths | None = None) -> int:
-    """Return the bytes of a slot's settled tokens in planes of the given lengths; None: in its present planes."""
+    """Return the bytes of a slot's settled tokens in planes of the lengths ``room``; None: in its present planes."""
     room = room or PlaneLengths(slot_buckets.pool.shape[0], slot_buckets.where.shape[0])
     return room.rows * buckets.ROW + room.tokens * (slot_buckets.heads * slot_buckets.scales.itemsize + slot_buckets.where.itemsize)
 

@@ -77,7 +77,8 @@ def learn(
     sequences than ``settings.batch`` are pieces of one step. ``validation``: held-out batches of the same kind; the tables of its lowest
     loss are returned, or the last ones without validation. ``loss``: (model, batch) -> (sum, count), next-token loss by default. ``run``: a
     folder for log, checkpoints and pictures; ``resume``: continue from its checkpoint, with the same batches. Ctrl-C ends learning and
-    keeps the best. ``report`` is called with the result. Under ``torchrun`` every process passes batches of its own.
+    keeps the best. ``quiet``: show no progress. ``report`` is called with the result. Under ``torchrun`` every process passes batches of
+    its own.
 
     Raises BadTables for a scheme that has tables, BadLearnSetting for ``resume`` without ``run`` and for no batches, BadBatch for a batch
     without tokens that count, BadRun for a folder that does not fit, and NothingToLearn for a model without attentions to rewrite.
