@@ -108,7 +108,7 @@ WRITERS = frozenset({
 
 
 def inline_append(module: fx.GraphModule, cuda: bool = False) -> fx.GraphModule:
-    """Return a copy of the graph in which operations with a body become calls of it, or of its replacement on CUDA."""
+    """Return a copy of the graph in which operations with a body become calls of it; ``cuda``: of its replacement on CUDA."""
     bodies = ON_CUDA if cuda else BODIES
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
@@ -205,10 +205,11 @@ def compile_graph(
     mode: str | None = None, options: dict[str, Any] | None = None, plan: str = "", replayed: bool = True,
     constant: Mapping[int, torch.Tensor] | None = None,
 ) -> Compiled:
-    """Return a callable on real arguments; raises the inner compiler's errors.
+    """Return ``module`` as a callable on real arguments like ``fakes``, compiled by the inner compiler, whose errors pass through.
 
-    ``constant``: inputs, by index, that are this tensor in every call; they become attributes if Inductor freezes (``freezes``).
-    ``replayed``: False turns CUDA graphs off. Logs a warning if equal layers could not be compiled as one region.
+    ``constant``: inputs, by index, that are this tensor in every call; they become attributes if Inductor freezes (``freezes``). ``mode``,
+    ``options``: for Inductor; ``plan``: a text that the keys on disk include. ``replayed``: False turns CUDA graphs off. Logs a warning if
+    equal layers could not be compiled as one region.
     """
     if settings.inner is Inner.EAGER:
         return module.forward
@@ -274,7 +275,7 @@ def _built(
 def emitted_modules(
     module: fx.GraphModule, fakes: Sequence[Any], fake_mode: FakeTensorMode, options: dict[str, Any] | None = None
 ) -> list[str]:
-    """Return the source of every output module that Inductor makes of a graph, without its caches."""
+    """Return the source of every output module that Inductor makes of a graph with ``options``, without its caches."""
     settings = Settings(Inner.INDUCTOR, options={"force_disable_caches": True, **(options or {})})
 
     def build() -> None:

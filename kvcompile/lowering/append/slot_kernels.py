@@ -39,7 +39,10 @@ class SlotKernels:
     two: Any
 
     def start(self, launcher: Launcher, slots: Sequence[SlotLaunch], *batch: int, warps: int | None = None) -> None:
-        """Launch the kernel over one slot or two; ``batch``: number of batch rows, if the grid has an axis for them."""
+        """Launch the kernel over one slot or two by ``launcher``; ``batch``: number of batch rows, if the grid has an axis for them.
+
+        ``warps``: of a program, None for Triton's default.
+        """
         grid = (sum(slot.programs for slot in slots), *batch)
         operands = [operand for slot in slots for operand in slot.operands]
         first, *others = slots

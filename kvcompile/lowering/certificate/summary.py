@@ -206,7 +206,10 @@ def certificates_of(path: str, plane: torch.Tensor, before: torch.Tensor | None)
 
 
 def quantiles(heads: Sequence[HeadTelemetry], figure: Figure, shares: Sequence[float] = (0.5, 0.95, 1.0)) -> tuple[float, ...]:
-    """Return quantiles over heads of the figure's mean over a head's steps; heads without steps are left out, NaN if none has steps."""
+    """Return the quantiles ``shares`` over heads of the figure's mean over a head's steps; heads without steps are left out.
+
+    NaN if no head has steps.
+    """
     means = [item.telemetry.mean(figure) for item in heads if item.telemetry["head_steps"]]
     if not means:
         return (float("nan"),) * len(shares)

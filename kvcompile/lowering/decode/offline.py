@@ -114,7 +114,7 @@ def operands_for(config: AttendConfig, batch: int = 1, queries: int = 1) -> dict
 
 
 def output_for(config: AttendConfig, batch: int = 1, queries: int = 1) -> Operand:
-    """Return the kernel's output: the result, or partial sums with their maxima and totals."""
+    """Return the kernel's output for ``batch`` rows of ``queries`` queries: the result, or partial sums with their maxima and totals."""
     heads = config.kv_heads * config.group
     if config.direct:
         return Operand.contiguous((batch, heads, queries, config.value_dim), config.dtype)
@@ -183,12 +183,18 @@ def render(config: AttendConfig, operands: Mapping[str, Operand], out: Operand) 
 
 
 def attend_source(config: AttendConfig, batch: int = 1, queries: int = 1) -> str:
-    """Return the source of the kernel that ``config`` describes, for a contiguous store of any number of pages."""
+    """Return the source of the kernel that ``config`` describes, for a contiguous store of any number of pages.
+
+    ``batch``, ``queries``: batch rows and new tokens.
+    """
     return render(config, operands_for(config, batch, queries), output_for(config, batch, queries))
 
 
 def load_module(source: str, kind: str = "attend") -> types.ModuleType:
-    """Return the rendered module, imported from a file, since Triton reads the source text of its functions."""
+    """Return the rendered module, imported from a file, since Triton reads the source text of its functions.
+
+    Writes the file, named after ``kind`` and a hash, to a folder of the user's among the temporary files.
+    """
     digest = hashlib.sha256(source.encode()).hexdigest()[:16]
     folder = pathlib.Path(tempfile.gettempdir()) / f"kvcompile-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)

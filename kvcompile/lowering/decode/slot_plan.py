@@ -97,7 +97,10 @@ class Piece:
         return self.chunk.block
 
     def unpack(self, word: str, scale: str = "", zero: str = "") -> str:
-        """Return the unpacked piece as a Triton expression on the chunk's block; packed SHIFTED pieces are scaled and shifted as well."""
+        """Return the unpacked piece as a Triton expression on the block ``word``; packed SHIFTED pieces are scaled and shifted as well.
+
+        ``scale``, ``zero``: Triton expressions for these.
+        """
         return self.expression.replace("{word}", word).replace("{scale}", scale).replace("{zero}", zero)
 
 

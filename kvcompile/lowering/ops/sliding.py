@@ -23,7 +23,10 @@ def unroll_body(
     x: torch.Tensor, planes: list[torch.Tensor], cursor: torch.Tensor, past: int, slots: int, scheme: str,
     tables: Sequence[torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
-    """Return [1, B, K, past + S, width] for each plane: the ``past`` tokens before ``cursor``, then x [B, K, S, D] encoded."""
+    """Return [1, B, K, past + S, width] for each plane: the ``past`` tokens before ``cursor``, then x [B, K, S, D] encoded.
+
+    ``slots``: of the cache; ``tables``: the planes that ``encode`` takes, None for none.
+    """
     held = (cursor - past + torch.arange(past, device=cursor.device)) % slots
     made = []
     for plane, rows in zip(planes, schemes.parse(scheme).encode(x, *(tables or ())), strict=True):

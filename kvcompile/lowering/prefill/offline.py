@@ -78,7 +78,10 @@ def render(config: PrefillConfig, operands: Mapping[str, Operand], out: Operand)
 
 
 def prefill_source(config: PrefillConfig, batch: int = 1, queries: int = 512) -> str:
-    """Return the source of ``config``'s kernel over a contiguous store of any number of pages."""
+    """Return the source of ``config``'s kernel over a contiguous store of any number of pages.
+
+    ``batch``, ``queries``: batch rows and new tokens.
+    """
     return render(config, operands_for(config, batch, queries), output_for(config, batch, queries))
 
 

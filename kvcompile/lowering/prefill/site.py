@@ -21,7 +21,10 @@ def many_rows(given: AttendOperands[Any], sizes: Sizes) -> int | None:
 
 
 def config_of(given: AttendOperands[Any], sizes: Sizes, paged: bool = True, packed: bool | None = None) -> PrefillConfig:
-    """Return the kernel before tiles and splits are chosen; ``packed``: None unpacks by PTX except on HIP."""
+    """Return the kernel before tiles and splits are chosen.
+
+    ``paged``: False if one page holds all tokens; ``packed``: None unpacks by PTX except on HIP.
+    """
     shape, static, dtype = sizes.shape, sizes.static, sizes.dtype
     (_, heads, _, dim), (_, _, kv, page_rows, _) = shape(given.q), shape(given.keys[0])
     kv = static(kv)
