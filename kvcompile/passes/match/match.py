@@ -52,7 +52,10 @@ class Matched:
 
 
 def refuse(miss: Miss, node: fx.Node, nearest: str = "", stage: Stage = Stage.MATCH, advice: str = "") -> Refusal:
-    """Return the refusal of a miss at ``node``, with the source line of the first node of (node, evidence) that has one."""
+    """Return the refusal of a miss at ``node``, with the source line of the first node of (node, evidence) that has one.
+
+    ``nearest``: the idiom that the node resembles; ``advice``: for a miss without any.
+    """
     where = next((item for item in (node, *miss.evidence) if item.meta.get("stack_trace")), node)
     return Refusal(
         stage, miss.reason, source_line(where), module_path(where), nearest, miss.advice or advice,

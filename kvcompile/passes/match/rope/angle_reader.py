@@ -53,7 +53,7 @@ class Reader:
     position: tuple[Any, ...] | None = None
 
     def read(self, node: fx.Node, coords: Coords, rows: np.ndarray, part: ComplexPart = ComplexPart.NONE) -> Read:
-        """Return the value of ``node`` at ``coords``, those of the samples numbered ``rows``.
+        """Return the value of ``node`` at ``coords``, those of the samples numbered ``rows``; ``part``: of a complex number.
 
         Raises Miss at an operation that it cannot follow.
         """
