@@ -66,7 +66,11 @@ class BlockLayout:
         scheme: Scheme | str, heads: int, head_dim: int, *, values: Scheme | str | None = None, value_dim: int | None = None,
         page: int = LEAST_PAGE, dtype: torch.dtype = torch.bfloat16,
     ) -> BlockLayout:
-        """Return the layout for a scheme, or one for keys and another for ``values``, each an object or its text."""
+        """Return the layout of blocks of ``page`` tokens for a scheme, or one for keys and another for ``values``, as objects or texts.
+
+        ``value_dim``: None for ``head_dim``; ``dtype``: the model's. Raises a SchemeError for a text that is no scheme, and what the class
+        raises.
+        """
         given = (scheme, scheme if values is None else values)
         key, value = (parse(each) if isinstance(each, str) else each for each in given)
         return BlockLayout(

@@ -52,7 +52,10 @@ class Pool:
         self, q: torch.Tensor, block_table: torch.Tensor, lengths: torch.Tensor, query_start: torch.Tensor, max_queries: int, *,
         scale: float | None = None, softcap: float = 0.0, window: int = 0, sinks: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (results [T, H, Dv], log-sums [T, H]) of attention with queries [T, H, D] over rows of blocks."""
+        """Return (results [T, H, Dv], log-sums [T, H]) of attention with queries [T, H, D] over rows of blocks.
+
+        ``scale``: None for 1 / sqrt(head dim). ``operations`` describes the other arguments.
+        """
         return operations.paged_attend(
             q, self.data, block_table, lengths, query_start, max_queries, self.text, list(self.key_tables),
             list(self.value_tables), self.layout.head_dim**-0.5 if scale is None else scale, softcap, window, sinks,
@@ -65,8 +68,9 @@ def pool(
 ) -> Pool:
     """Return an empty pool of ``blocks`` blocks of ``page`` tokens for ``heads`` kv heads; ``dtype``: that of the model.
 
-    ``values``: the scheme of the values, None for ``scheme``. All ``blocks * layout.block_bytes`` bytes are allocated here. Raises NotPaged
-    for a scheme that blocks cannot hold, and BadBlock for a number of blocks below 1.
+    ``values``: the scheme of the values, None for ``scheme``; ``value_dim``: None for ``head_dim``; ``device``: None for torch's default.
+    All ``blocks * layout.block_bytes`` bytes are allocated here. Raises NotPaged for a scheme that blocks cannot hold, and BadBlock for a
+    number of blocks below 1.
     """
     layout = BlockLayout.of(scheme, heads, head_dim, values=values, value_dim=value_dim, page=page, dtype=dtype)
     if type(blocks) is not int or blocks < 1:
