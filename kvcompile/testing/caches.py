@@ -65,7 +65,7 @@ class Grown(nn.Module):
 
 
 def inputs(head_dim: int, tokens: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return random queries [B, H, tokens, D], keys and values [B, K, tokens, D] of a sequence."""
+    """Return random queries [B, H, tokens, D], keys and values [B, K, tokens, D] of a sequence, drawn by ``seed``."""
     q, k, v = (normal(ROWS, heads, tokens, head_dim, seed=seed + at) for at, heads in enumerate((HEADS * GROUPS, HEADS, HEADS)))
     return q / 4, k, v
 

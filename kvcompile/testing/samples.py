@@ -29,7 +29,7 @@ def holds(scheme: Scheme, spec: SlotSpec) -> bool:
 
 
 def fitting(scheme: Scheme, dtype: torch.dtype = torch.float32, heads: int = 2) -> SlotSpec:
-    """Return the smallest of the tried slots that a scheme can hold."""
+    """Return the smallest of the tried slots with ``heads`` kv heads and the model's dtype ``dtype`` that a scheme can hold."""
     return next(spec for spec in (slot(heads, head_dim, dtype) for head_dim in HEAD_DIMS) if holds(scheme, spec))
 
 
@@ -55,7 +55,7 @@ def round_trip(scheme: Scheme, x_BKSD: torch.Tensor, spec: SlotSpec) -> torch.Te
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    """Return normal random values with one channel of large magnitude, as keys have."""
+    """Return normal random values of ``dtype`` and a shape, drawn by ``seed``, with one channel of large magnitude, as keys have."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed), device="cpu")
     x[..., shape[-1] // 3] *= 20
     return x.to(dtype)
