@@ -115,9 +115,10 @@ def _has_encoder(name: str) -> bool:
 
 
 def build(name: str, attention: str, layers: int = 2, sizes: Callable[[Any], Mapping[str, Any]] | None = None) -> TinyModel:
-    """Return a tiny random model of the architecture ``name`` in evaluation mode. Raises the exceptions of the model's classes.
+    """Return a tiny random model of the architecture ``name``, of ``layers`` layers or little more, in evaluation mode.
 
-    ``sizes``: maps the type's default configuration to further settings for the tiny one.
+    ``attention``: its implementation in transformers. ``sizes``: maps the type's default configuration to further settings for the tiny
+    one. Raises the exceptions of the model's classes.
     """
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 

@@ -56,7 +56,7 @@ def _chosen_layers(lists: Mapping[str, list[Any]], count: int, wanted: int, twic
 
 
 def small_sizes(config: Any, layers: int = LAYERS) -> dict[str, Any]:
-    """Return the options with which the configuration's class makes a tiny model of the same structure."""
+    """Return the options with which the configuration's class makes a tiny model of the same structure, of about ``layers`` layers."""
     known = _known(config)
     small: dict[str, Any] = {
         name: size for name, size in SIZES.items()

@@ -157,7 +157,10 @@ def windows(tokens: Sequence[int], prefix: int, length: int) -> Iterator[tuple[l
 
 
 def harness_model(model: Any, tokenizer: Any, scheme: object = "int8", **settings: Any) -> Any:
-    """Return a ``CompressedModel`` for the installed lm_eval's ``simple_evaluate(model=...)``. Raises BadEvaluation without lm_eval."""
+    """Return a ``CompressedModel`` for the installed lm_eval's ``simple_evaluate(model=...)``; ``settings``: those of the class.
+
+    Raises BadEvaluation without lm_eval.
+    """
     try:
         base = importlib.import_module("lm_eval.api.model").LM
     except ImportError as error:

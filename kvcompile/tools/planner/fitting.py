@@ -55,7 +55,7 @@ def fit(memory: float, sensitivity: str | Path | Sensitivity, context: int, batc
 
 
 def fitted(known: Sensitivity, memory: int, context: int, batch: int = 1) -> Fitted:
-    """Return the fitted policy with its sums; bytes are those of static caches of ``context`` tokens.
+    """Return the fitted policy with its sums; bytes are those of static caches of ``batch`` rows of ``context`` tokens.
 
     Raises BudgetTooSmall if no policy fits.
     """

@@ -50,8 +50,8 @@ class Model:
 def traced(name: str, model: torch.nn.Module, inputs: Any, capacity: int | None = None, longest: int | None = None) -> Model:
     """Return a model traced on a prompt's inputs and one step after it. Raises NotPlanned if it fails or no cache can be read.
 
-    If the model returns its cache, every tensor in it is counted: one that belongs to no slot counts as dense. A module that keeps its
-    caches elsewhere is planned only if the matcher read every attention over a cache.
+    ``capacity``, ``longest``: see Model. If the model returns its cache, every tensor in it is counted: one that belongs to no slot counts
+    as dense. A module that keeps its caches elsewhere is planned only if the matcher read every attention over a cache.
     """
     try:
         seen = observed(model, inputs)

@@ -238,7 +238,8 @@ def page_symbol(end: int | None) -> sympy.Symbol:
 def planned(observed: Observation, policy: Policy, remainder: Remainder = Remainder(), capacity: int | None = None) -> Stores:
     """Return the stores of a model under a policy; slots that a scheme refuses stay dense and are listed.
 
-    ``capacity``: of the traced static cache; a slot of this capacity counts as one of the sequence's length.
+    ``remainder``: the cache tensors that belong to no slot. ``capacity``: of the traced static cache; a slot of this capacity counts as one
+    of the sequence's length.
     """
     found: dict[SlotKey, tuple[SlotPlan, Site]] = {}
     known: dict[SlotKey, tuple[SlotPlan, Site]] = {}

@@ -33,7 +33,7 @@ class TaskPlan:
 
 
 def word(rng: random.Random, syllables: int = 2) -> bytes:
-    """Return a made-up pronounceable word: consonant-vowel pairs, sometimes with a final consonant."""
+    """Return a made-up pronounceable word: ``syllables`` consonant-vowel pairs, sometimes with a final consonant."""
     letters = [rng.choice(CONSONANTS) + rng.choice(VOWELS) for _ in range(syllables)]
     if rng.random() < 0.5:
         letters.append(rng.choice(CONSONANTS))
@@ -118,7 +118,7 @@ def multiquery_plan(rng: random.Random, keys: int = 8, asked: int = 3, questions
 
 
 def tracking_plan(rng: random.Random, chains: int = 4, hops: int = 2, questions: int = 1) -> TaskPlan:
-    """Return a plan of assignment chains (`a = 48213`, `b = a`, ...), asked from their last names.
+    """Return a plan of ``chains`` assignment chains (`a = 48213`, `b = a`, ...) of ``hops`` hops; ``questions`` ask from the last names.
 
     The answer follows the chain back to its number, as in `# Trace: c = b = a = 48213`.
     """
@@ -170,7 +170,7 @@ def zeta_counts(total: int, alpha: float) -> list[int]:
 def frequent_words_plan(rng: random.Random, top: int = 3, total: int = 60, alpha: float = 2.0) -> TaskPlan:
     """Return a plan of ``total`` listed codes with a zeta distribution, asked for the ``top`` most frequent, most frequent first.
 
-    Fewer are asked if a rank is not more frequent than the next.
+    ``alpha``: the distribution's exponent. Fewer are asked if a rank is not more frequent than the next.
     """
     counts = zeta_counts(total, alpha)
     clear = next((rank for rank, (more, less) in enumerate(zip(counts, [*counts[1:], 0], strict=True), 1) if more == less), len(counts))
