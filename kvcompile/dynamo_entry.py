@@ -26,7 +26,8 @@ def compile_graph(
 ) -> Callable[..., Any]:
     """Return the code of Dynamo's graph ``gm``, compiled by the backend of ``options``, the arguments of ``kvcompile.backend`` by name.
 
-    Raises UnknownSetting for another name, and what ``kvcompile.backend`` raises; Dynamo wraps each in BackendCompilerFailed.
+    ``mode``: of torch.compile. Raises UnknownSetting for another name, and what ``kvcompile.backend`` raises; Dynamo wraps each in
+    BackendCompilerFailed.
     """
     return _backend_of(dict(options or {}))(gm, example_inputs, mode=mode)
 

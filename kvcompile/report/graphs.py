@@ -158,7 +158,10 @@ def site_report(item: SitePlan, tokens: int | None = None) -> SiteReport:
 
 
 def graph_report(index: int, plan: Plan, uncached: int, tokens: int | None = None) -> GraphReport:
-    """Return the report of one planned graph; ``uncached`` counts attentions without a cache."""
+    """Return the report of one planned graph; ``uncached`` counts attentions without a cache.
+
+    ``tokens``: the cache length to report bytes for, None for the captured one.
+    """
     return GraphReport(index, tuple(site_report(item, tokens) for item in plan.sites), plan.refusals, uncached)
 
 
