@@ -87,7 +87,7 @@ def certified_by_kernels(
 
     ``clock``: any dtype; its first element is the number of the step. The step is added to ``telemetry`` [1, B, K, 1, TELEMETRY].
     ``launcher``: starts the kernels; None runs them immediately. ``splits``: parts into which the tokens are divided; None for a number
-    chosen here. Raises Tier2Missing if ``originals`` have other pages than the codes.
+    chosen here. Raises Tier2Missing if ``originals`` have fewer pages than the codes, or pages of another size.
     """
     for plane, what in zip(originals, ("full-precision keys", "full-precision values"), strict=True):
         pages, _, _, rows, _ = operands.keys[0].shape
