@@ -177,7 +177,10 @@ def _of_folder(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _said(folder: Path) -> str | None:
-    """Return the codes that the configuration in a folder states for its KV cache, ``int8`` or ``fp8``; None if it states none."""
+    """Return the codes that the configuration in a folder states for its KV cache, ``int8`` or ``fp8``; None if it states none.
+
+    Raises BadScales for a configuration that is no JSON.
+    """
     for name, read in (("config.json", _of_config), ("hf_quant_config.json", _of_modelopt)):
         path = folder / name
         if not path.is_file():

@@ -111,7 +111,10 @@ class _Loop:
         self.best: Beyond | None = None
 
     def learn(self, batches: Iterable[Any], validation: Sequence[Any]) -> Learned:
-        """Train the tables on ``batches`` until they are used up or a rule stops the training; return the tables and losses as Learned."""
+        """Train the tables on ``batches`` until they are used up or a rule stops the training; return the tables and losses as Learned.
+
+        Raises BadLearnSetting for no batches.
+        """
         stopped = "all batches were used"
         pieces = iter(batches)
         first = next(pieces, None)
