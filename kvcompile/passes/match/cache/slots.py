@@ -268,7 +268,10 @@ def _returned(root: fx.Node, effects: Effects, itself: bool = False) -> tuple[in
 
 
 def _updated(root: fx.Node, trail: Trail, read: Read, effects: Effects) -> Slot:
-    """Return the slot of a cache that is updated out of place and returned to the caller."""
+    """Return the slot of a cache that is updated out of place and returned to the caller.
+
+    Raises NoCache if no argument is updated, Miss if a view of one is, or the result is not returned as it is.
+    """
     found = update(root)
     assert found is not None
     past, write = found

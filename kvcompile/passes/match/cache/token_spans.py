@@ -224,7 +224,10 @@ class SpanTracer:
         return start, count
 
     def _indexed(self, index: fx.Node, start: Any, count: Any) -> tuple[Any, Any]:
-        """Return (start, count) of the tokens that an index of consecutive constants picks from the range (start, count)."""
+        """Return (start, count) of the tokens that an index of consecutive constants picks from the range (start, count).
+
+        Raises Unknown for any other index.
+        """
         if not is_tensor(index) or value_of(index).dim() != 1 or value_of(index).dtype == torch.bool:
             raise Unknown
         length = value_of(index).shape[0]

@@ -211,7 +211,10 @@ def in_place(node: fx.Node, root: fx.Node, tokens: frozenset[int] = frozenset())
 
 
 def concatenation(node: fx.Node) -> tuple[fx.Node | None, Write]:
-    """Return (past, write) of ``torch.cat([past, new], dim)``: past is None where it is empty, the write's root is the concatenation."""
+    """Return (past, write) of ``torch.cat([past, new], dim)``: past is None where it is empty, the write's root is the concatenation.
+
+    Raises Miss for more than two tensors, and for none with tokens.
+    """
     arguments = bind(node)
     operands = list(arguments["tensors"])
     filled = [operand for operand in operands if 0 not in sizes(operand)]

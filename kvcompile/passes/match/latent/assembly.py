@@ -277,7 +277,10 @@ def _through_writes(node: fx.Node, coords: Coords, run: _ChannelRun) -> tuple[fx
 
 
 def _slot(trail: Trail, run: _ChannelRun) -> tuple[Slot, int]:
-    """Return (slot at the end of a trail, the first of its channels that the run reads); the slot has all channels of the cache."""
+    """Return (slot at the end of a trail, the first of its channels that the run reads); the slot has all channels of the cache.
+
+    Raises Miss, or NoCache.
+    """
     shape = list(sizes(run.node))
     column, first = run.channel - run.channel.min(), 0
     shape[run.channel_dim] = int(column.max()) + 1

@@ -94,7 +94,10 @@ class Reader:
     # --- integers --------------------------------------------------------------------------------
 
     def _arange(self, node: fx.Node, coords: Coords, rows: np.ndarray) -> Read:
-        """Return an iota: the position where it runs along the tokens, else numbers along the channels."""
+        """Return an iota: the position where it runs along the tokens, else numbers along the channels.
+
+        Raises Miss if its numbers change from call to call.
+        """
         arguments = bind(node)
         along = (coords[:, 0] == self.token[rows]).all() if self.tokens > 1 else sizes(node)[0] == 1
         if along and (arguments.get("step") or 1) == 1:
@@ -156,7 +159,7 @@ class Reader:
     def _looked_up(self, node: fx.Node, coords: Coords, rows: np.ndarray, part: ComplexPart) -> Read | None:
         """Return a table's row at the position; None where ``node`` is no look-up.
 
-        The row is gathered, or a slice takes as many rows as there are tokens.
+        The row is gathered, or a slice takes as many rows as there are tokens. Raises Miss for a row at anything but the position.
         """
         name = op_name(node)
         if name in SLICES and (dim := self._sliced_along_tokens(node, coords, rows)) is not None:
@@ -235,7 +238,10 @@ class Reader:
         return found, merged
 
     def _complex(self, node: fx.Node, coords: Coords, rows: np.ndarray, part: ComplexPart) -> Read:
-        """Return ``part`` of a complex number that the node builds, or an element of its view as real numbers."""
+        """Return ``part`` of a complex number that the node builds, or an element of its view as real numbers.
+
+        Raises Miss if real and imaginary parts are mixed.
+        """
         name = op_name(node)
         if name == "view_as_complex":
             half = np.full((len(coords), 1), part is ComplexPart.IMAG, dtype=np.int64)
@@ -292,6 +298,8 @@ class Reader:
 def _cast(found: Read, before: fx.Node | None, after: fx.Node) -> Read:
     """Return ``found``, the value of node ``before``, cast to the dtype of node ``after`` if that differs; ``before``
     None: the position.
+
+    Raises Miss for a cast to a complex dtype.
     """
     dtype = value_of(after).dtype
     if before is None and not dtype.is_floating_point:

@@ -72,7 +72,10 @@ class _Expansion:
         self.bases: list[tuple[fx.Node, ComplexPart]] = []
 
     def forward(self, piece: _Piece) -> list[_Piece] | None:
-        """Return the pieces one step upstream of a node that only moves, negates or casts elements; None where values are computed."""
+        """Return the pieces one step upstream of a node that only moves, negates or casts elements; None where values are computed.
+
+        Raises Miss for a write in place.
+        """
         node, coords, rows, part, sign = piece.node, piece.coords, piece.rows, piece.part, piece.sign
         if self.effects.writes_to(node):
             raise Miss("keys are written in place on their way to the cache", node)
