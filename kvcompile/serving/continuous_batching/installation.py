@@ -60,7 +60,10 @@ def remove(model: Any) -> None:
 def _init_continuous_batching(
     model: Any, generation_config: Any = None, continuous_batching_config: Any = None, workload_hints: Any = None, *, name: str,
 ) -> Any:
-    """Return the engine's manager, which attends by our function and builds its cache of codes; see transformers' method of this name."""
+    """Return the engine's manager, which attends by our function and builds its cache of codes; see transformers' method of this name.
+
+    Raises EngineUnfit for a page size that blocks do not have.
+    """
     page = 256 if continuous_batching_config is None else continuous_batching_config.page_size
     if not LEAST_PAGE <= page <= MOST_PAGE:
         raise EngineUnfit(
