@@ -101,7 +101,10 @@ class CompressedModel:
         return [*self.start, *first], whole[len(first) :]
 
     def _scored(self, context: list[int], continuation: list[int]) -> tuple[float, bool]:
-        """Return the continuation's log-probability, and whether its tokens are the likeliest. Too long a context loses its beginning."""
+        """Return the continuation's log-probability, and whether its tokens are the likeliest. Too long a context loses its beginning.
+
+        Raises BadEvaluation for too long a continuation.
+        """
         if not continuation:
             return 0.0, True
         if len(continuation) > self.max_length:
@@ -120,7 +123,10 @@ class CompressedModel:
 
     @torch.no_grad()
     def _said(self, context: str, options: dict[str, Any]) -> str:
-        """Return the greedy continuation of a context as text."""
+        """Return the greedy continuation of a context as text.
+
+        Raises BadEvaluation if the options ask for sampling.
+        """
         if options.get("do_sample") and options.get("temperature", 1.0) > 0:
             expected = "False: answers are decoded greedily"
             raise BadEvaluation(setting="do_sample", expected=expected, found=True, todo="change the task's settings")
