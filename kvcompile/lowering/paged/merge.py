@@ -41,7 +41,7 @@ def merge_items(
     there = (request < requests) & (query >= tl.load(QUERY_START))
     at = query - tl.load(QUERY_START + request, mask=there, other=0).to(tl.int32)
     beyond = there & (at >= MAX_QUERIES)
-    first = 0
+    first = request * 0
     own = tl.minimum(tl.sum(tiles_of(request + tl.arange(0, 1), LENGTHS, QUERY_START, requests, capacity, WINDOW, BLOCK_T), 0), 1)
     if TARGET > 1:
         share = tiles_of_an_item(LENGTHS, QUERY_START, requests, capacity, TARGET, WINDOW, BLOCK_T)

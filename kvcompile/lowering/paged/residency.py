@@ -21,7 +21,7 @@ RESERVED = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Multiprocessor:
-    """What programs on one multiprocessor share: registers, bytes of shared memory, warps."""
+    """A device's multiprocessor by what its programs share: registers, bytes of shared memory, warps."""
 
     registers: int
     shared: int
