@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import fx
 
-from kvcompile.lowering.site_kernel import ChunkedSite, PrefillSite, SiteKernel, attends, site_kernel
+from kvcompile.lowering.site_kernel import BlocksSite, ChunkedSite, Kernel, attends, site_kernel
 from kvcompile.passes.capture.capture import Captured
 from kvcompile.passes.graph.shapes import estimate, module_path
 from kvcompile.passes.match.sites import Refusal, Site
@@ -30,8 +30,6 @@ LONGEST = 48
 """Nodes of a listing at most: a longer one is cut at its end, and says so."""
 ARCH = "sm_90"
 """Architecture that kernels are printed for."""
-
-Kernel = SiteKernel | PrefillSite | ChunkedSite
 
 
 class RecordSource:
@@ -205,6 +203,8 @@ def kernel_title(comment: str, kernel: Kernel, sites: list[str], arch: str) -> s
     ]
     if isinstance(kernel, ChunkedSite):
         lines.append(f"{kernel.config.chunk} tokens at a time: decoded by the first kernel, attended to by the second")
+    if isinstance(kernel, BlocksSite):
+        lines.append(f"blocks of {kernel.config.page_rows} tokens read in place by a table; items of tokens, merged by a second kernel")
     return "".join(f"{comment} {line}\n" for line in lines)
 
 

@@ -19,6 +19,7 @@ from kvcompile.lowering.certificate.report_op import report_site
 from kvcompile.lowering.gluon.eligibility import SingleTokenFacts, single_token_facts
 from kvcompile.lowering.gluon.plan import TWICE_HEADS, NoFragments, key_plan, measured, value_plan
 from kvcompile.lowering.ops import operations as ops
+from kvcompile.lowering.ops.attend_blocks import BlockOperands
 from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.lowering.ops.sizes import Sizes
 from kvcompile.lowering.prefill.decode_chunk import TOKENS
@@ -205,6 +206,15 @@ def choose(facts: AttendFacts) -> tuple[AttendKernel, str | None]:
     return next(kernels_for(facts))
 
 
+BLOCKS = "Triton kernel over blocks of a pool"
+"""What runs ``attend_blocks`` on CUDA, where nothing is gathered."""
+
+
+def blocks_gap(facts: AttendFacts) -> str | None:
+    """Return why the kernel over blocks of a pool does not read an attention's tokens in place, None if it does."""
+    return _cuda_gap(facts) if facts.device == "cuda" else f"it is for CUDA, and this is {facts.device}"
+
+
 def facts_for(given: AttendOperands[Any], sizes: Sizes, device: str) -> AttendFacts:
     """Return the facts of an ``attend`` whose operands have sizes: Inductor's boxes, or fake tensors."""
     (_, heads, queries, dim), (pages, _, kv, page_rows, _) = sizes.shape(given.q), sizes.shape(given.keys[0])
@@ -223,16 +233,18 @@ def facts_for(given: AttendOperands[Any], sizes: Sizes, device: str) -> AttendFa
 
 
 def facts_of(node: fx.Node, device: str, slots: Mapping[str, SlotSpec]) -> AttendFacts:
-    """Return the facts of an ``attend`` node of a rewritten graph; ``slots``: its stores' slots by scheme text."""
-    args, kwargs = cast(Any, (node.args, node.kwargs))
-    given: AttendOperands[Any] = AttendOperands(*args, **kwargs)
+    """Return the facts of an ``attend`` or ``attend_blocks`` node of a rewritten graph; ``slots``: its stores' slots by scheme text.
+
+    Those of ``attend_blocks`` are of the attention over gathered tokens.
+    """
+    given, gathered = operands_of(node)
     pair = tuple(
         (text, slots.get(text, SlotSpec(1, PAGE, torch.float32, role)))
         for text, role in ((given.key_scheme, Role.KEY), (given.value_scheme, Role.VALUE))
     )
     rows, group, queries = node.meta.get(QUERY_ROWS, 1), node.meta.get(QUERY_GROUP), given.q.meta.get("val")
     return AttendFacts(
-        device, pair, pair[0][1].dtype if queries is None else queries.dtype,
+        device, pair, pair[0][1].dtype if queries is None else queries.dtype, 1 if gathered else PAGE,
         rows=rows if device == "cuda" and rows >= FEWEST_ROWS else None,
         exact_newest=bool(given.exact_newest), rope=bool(given.rope), extra_key_planes=bool(given.extra_key_planes),
         bias=given.bias is not None,
@@ -240,6 +252,19 @@ def facts_of(node: fx.Node, device: str, slots: Mapping[str, SlotSpec]) -> Atten
         exact_first=bool(given.exact_first),
         log_sums=given.log_sums,
     )
+
+
+def operands_of(node: fx.Node) -> tuple[AttendOperands[Any], bool]:
+    """Return the operands of an ``attend`` or ``attend_blocks`` node as nodes, and whether attention is over tokens in one page: gathered
+    ones.
+    """
+    args, kwargs = cast(Any, (node.args, node.kwargs))
+    if node.target is ops.attend_blocks:
+        blocks: BlockOperands[Any] = BlockOperands(*args, **kwargs)
+        return blocks.over(blocks.keys, blocks.values, blocks.hi, None), True
+    given: AttendOperands[Any] = AttendOperands(*args, **kwargs)
+    source = given.keys[0].args[:1] if isinstance(given.keys[0], fx.Node) else ()
+    return given, any(isinstance(item, fx.Node) and item.target is ops.gather for item in source)
 
 
 WITH_KERNELS = ("int8", "int4", "fp8")
@@ -251,7 +276,7 @@ def kernelless(graph: fx.Graph, device: str, slots: Mapping[str, SlotSpec]) -> t
     found: dict[str, None] = {}
     own = {plugin.operation: plugin for plugin in plugins()}
     for node in graph.nodes:
-        if node.target is ops.attend:
+        if node.target in {ops.attend, ops.attend_blocks}:
             facts = facts_of(node, device, slots)
             kernel, why = choose(facts)
             names, like = _names(text for text, _ in facts.slots), facts
@@ -292,10 +317,9 @@ def kernel_lines(graph: fx.Graph, device: str, slots: Mapping[str, SlotSpec], si
     found: Counter[str] = Counter()
     attends, own = 0, {plugin.operation: plugin for plugin in plugins()}
     for node in graph.nodes:
-        if node.target is ops.attend:
+        if node.target in {ops.attend, ops.attend_blocks}:
             attends += BESIDE not in node.meta
-            kernel, why = choose(facts_of(node, device, slots)) if compiled else (EAGER, None)
-            found[f"attend ({kernel.name}{f': {why}' if why else ''})"] += 1
+            found[_runs(node, device, slots, compiled)] += 1
         elif (plugin := own.get(node.target)) is not None:
             attends += 1
             found[f"{node.target.__name__.partition('.')[0]} ({plugin.runs(device, compiled)})"] += 1
@@ -306,3 +330,14 @@ def kernel_lines(graph: fx.Graph, device: str, slots: Mapping[str, SlotSpec], si
     found["scaled_dot_product_attention"] = sites - attends
     found[f"append ({'compiled with the graph' if compiled else 'eager body'})"] = appends
     return ", ".join(f"{count} x {name}" for name, count in found.items() if count)
+
+
+def _runs(node: fx.Node, device: str, slots: Mapping[str, SlotSpec], compiled: bool) -> str:
+    """Return an attention's operation and the code that runs it, and why no better one does."""
+    facts = facts_of(node, device, slots)
+    blocks = node.target is ops.attend_blocks
+    if blocks and compiled and blocks_gap(facts) is None:
+        return f"attend_blocks ({BLOCKS})"
+    kernel, why = choose(facts) if compiled else (EAGER, None)
+    name = f"codes gathered, {kernel.name}" if blocks and compiled else kernel.name
+    return f"{'attend_blocks' if blocks else 'attend'} ({name}{f': {why}' if why else ''})"

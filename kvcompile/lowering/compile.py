@@ -23,6 +23,7 @@ from torch import fx
 
 from kvcompile.errors import BadSetting, KvcompileError, NotCompiled, OwnFault
 from kvcompile.lowering.append import appends
+from kvcompile.lowering.blocks import attend_blocks_traced
 from kvcompile.lowering.cache_key import CacheKey, sources_hash
 from kvcompile.lowering.certificate import report_op as report_site
 from kvcompile.lowering.damaged import damaged_entry, rebuilding
@@ -90,15 +91,15 @@ def own_line(error: BaseException) -> str | None:
 
 BODIES: dict[Any, Callable[..., Any]] = {
     ops.append: ops.append_body, ops.append_window: ops.append_window_body, ops.undo_rope: ops.undo_rope_body, ops.unroll: ops.unroll_body,
-    ops.gather: ops.gather_body, ops.read_back: ops.read_back_body, ops.first_visible: ops.first_visible_body,
-    ops.keep_first: ops.keep_first_body, ops.rotate_channels: ops.rotate_channels_body,
+    ops.gather: ops.gather_body, ops.attend_blocks: ops.attend_blocks_body, ops.read_back: ops.read_back_body,
+    ops.first_visible: ops.first_visible_body, ops.keep_first: ops.keep_first_body, ops.rotate_channels: ops.rotate_channels_body,
     report_site.report_site: report_site.report_site_traced,
 }
 
 
 ON_CUDA: dict[Any, Callable[..., Any]] = {
     **{target: body for target, body in BODIES.items() if target is not ops.first_visible},
-    ops.append: appends.append_traced, ops.append_window: appends.append_window_traced,
+    ops.append: appends.append_traced, ops.append_window: appends.append_window_traced, ops.attend_blocks: attend_blocks_traced,
 }
 """Bodies on CUDA, some of which may use kernels. ``first_visible`` stays an operation, so that Inductor fuses nothing with it."""
 WRITERS = frozenset({

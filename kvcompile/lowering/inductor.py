@@ -60,6 +60,7 @@ def _install_shared() -> None:
     # An output module from Inductor's cache on disk calls these operations without any lowering that would define them.
     importlib.import_module("kvcompile.lowering.gluon.launch")
     importlib.import_module("kvcompile.lowering.prefill.chunked")
+    importlib.import_module("kvcompile.lowering.paged.store")
     register_lowering(ops.attend, type_promotion_kind=None)(_lower_attend)
     for append in (append_ops.append_kernel, append_ops.append_kernel_pair):
         register_lowering(append, type_promotion_kind=None)(_lower_append)

@@ -16,11 +16,14 @@ from torch import fx
 
 from kvcompile.lowering.attend_kernels import PREFILL, facts_for, kernels_for
 from kvcompile.lowering.decode.config import AttendConfig
-from kvcompile.lowering.decode.offline import attend_source, compile_offline
+from kvcompile.lowering.decode.offline import Operand, attend_source, compile_offline, compile_rendered
 from kvcompile.lowering.decode.site import Machine, config_of, cut, nodes_of
 from kvcompile.lowering.ops import operations as ops
+from kvcompile.lowering.ops.attend_blocks import BlockOperands
 from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.lowering.ops.sizes import TensorSizes
+from kvcompile.lowering.paged.config import PagedConfig, paged_config
+from kvcompile.lowering.paged.store import attend_of, rows_of
 from kvcompile.lowering.prefill import chunked
 from kvcompile.lowering.prefill import offline as prefill_offline
 from kvcompile.lowering.prefill import site as prefill_site
@@ -91,14 +94,40 @@ class ChunkedSite:
         return [kernel.compiled(arch) for kernel in self.kernels]
 
 
+@dataclass(frozen=True)
+class BlocksSite:
+    """The kernel of a site that reads a pool's blocks in place, without the merge behind it; operands by name, with sizes of the call."""
+
+    config: PagedConfig
+    operands: tuple[tuple[str, Operand], ...]
+    batch: int
+    queries: int = 1
+
+    def source(self) -> str:
+        """Return the kernel's Triton module as source text."""
+        from kvcompile.lowering.paged.attend import paged_source
+
+        return paged_source(self.config, dict(self.operands))
+
+    def compiled(self, arch: str) -> list[dict[str, str | bytes]]:
+        """Return the stages of the kernel, compiled offline for ``arch`` (``decode.offline.compile_rendered``)."""
+        sums = Operand((1,), (1,), torch.float32)
+        return [compile_rendered(self.source(), dict(self.operands), sums, self.config.tile, arch)]
+
+
+Kernel = SiteKernel | PrefillSite | ChunkedSite | BlocksSite
+
+
 def attends(module: fx.GraphModule) -> list[fx.Node]:
     """Return the attend nodes of a rewritten graph, in order."""
-    return list(module.graph.find_nodes(op="call_function", target=ops.attend))
+    return [node for node in module.graph.nodes if node.target in {ops.attend, ops.attend_blocks}]
 
 
-def site_kernel(node: fx.Node, arch: str, hint: Callable[[Any], int]) -> SiteKernel | PrefillSite | ChunkedSite:
-    """Return the kernel of one ``attend`` node whose operands carry fake values; ``hint`` turns sizes into plain integers."""
+def site_kernel(node: fx.Node, arch: str, hint: Callable[[Any], int]) -> Kernel:
+    """Return the kernel of one attend node whose operands carry fake values; ``hint`` turns sizes into plain integers."""
     values_of: Any = fx.node.map_arg((node.args, node.kwargs), lambda item: item.meta["val"])
+    if node.target is ops.attend_blocks:
+        return _in_place(BlockOperands(*values_of[0]), Machine(MULTIPROCESSORS[arch], SHARED_MEMORY[arch]), hint)
     given: AttendOperands[torch.Tensor] = AttendOperands(*values_of[0], **values_of[1])
     sizes, machine = TensorSizes(hint), Machine(MULTIPROCESSORS[arch], SHARED_MEMORY[arch])
     many = None
@@ -108,6 +137,22 @@ def site_kernel(node: fx.Node, arch: str, hint: Callable[[Any], int]) -> SiteKer
         return many
     config = cut(config_of(given, nodes_of(given, sizes), sizes), given, machine, sizes)[0]
     return SiteKernel(config, hint(given.q.shape[0]), hint(given.q.shape[2]))
+
+
+def _in_place(given: BlockOperands[torch.Tensor], machine: Machine, hint: Callable[[Any], int]) -> BlocksSite:
+    """Return the kernel of one ``attend_blocks`` whose operands are fake tensors."""
+    from kvcompile.lowering.paged.attend import operands_of, sizes_of
+
+    def sized(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty([hint(size) for size in tensor.shape], dtype=tensor.dtype, device="meta")
+
+    fixed = dataclasses.replace(
+        given, q=sized(given.q), keys=list(map(sized, given.keys)), values=list(map(sized, given.values)), table=sized(given.table),
+        hi=sized(given.hi), sinks=None if given.sinks is None else sized(given.sinks),
+    )
+    call = attend_of(fixed, rows_of(fixed))
+    config, named = paged_config(call, machine, torch.version.hip is None), operands_of(call)
+    return BlocksSite(config, tuple((name, sizes_of(name, named[name])) for name in config.operands), hint(given.q.shape[0]))
 
 
 def _many_rows(given: AttendOperands[torch.Tensor], sizes: TensorSizes, machine: Machine) -> PrefillSite | ChunkedSite | None:

@@ -51,7 +51,7 @@ def verify(rewritten: Rewritten, captured: Captured, fakes: tuple[Any, ...]) -> 
     order = {node: index for index, node in enumerate(graph.nodes)}
     own = {f"kvcompile::{binding.plan.scheme.attention}" for binding in rewritten.bindings}
     own |= {f"kvcompile::{scheme.observes}" for binding in rewritten.bindings if isinstance(scheme := binding.plan.scheme, Adaptive)}
-    attends = {"kvcompile::attend", "kvcompile::report_site"} | own
+    attends = {"kvcompile::attend", "kvcompile::attend_blocks", "kvcompile::report_site"} | own
     specs = [spec for binding in rewritten.bindings for spec in binding.plan.layout.planes]
     for plane, spec in zip(planes, specs, strict=True):
         name = spec.name

@@ -9,9 +9,8 @@ Nothing here waits for the device. ``runs`` says what runs, and why.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,15 +24,6 @@ if TYPE_CHECKING:
     from kvcompile.lowering.decode.site import Machine
     from kvcompile.lowering.paged.append import PagedAppend
     from kvcompile.lowering.paged.config import PagedAttend
-
-
-@functools.lru_cache(maxsize=16)
-def machine_of(device: torch.device) -> Machine:
-    """Return what the choice of kernels needs to know of a device."""
-    from kvcompile.lowering.decode.site import Machine
-
-    properties: Any = torch.cuda.get_device_properties(device)
-    return Machine(properties.multi_processor_count, properties.shared_memory_per_block_optin)
 
 
 def turned(x: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
@@ -125,7 +115,7 @@ def attend_on_cuda(
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``kvcompile::paged_attend`` on CUDA: by kernels, or by the eager body for pools that they do not take."""
-    from kvcompile.lowering.paged.config import refusal
+    from kvcompile.lowering.paged.config import machine_of, refusal
 
     made = layout_of(layout)
     made.require_pool(pool)

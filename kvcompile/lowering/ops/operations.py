@@ -11,6 +11,8 @@
 ``kvcompile::first_visible``  finds the first position [B] that a mask [B, T] shows: the end of each row's left padding.
 ``kvcompile::unroll``  copies the codes of a sliding cache's newest tokens in token order, followed by new tokens' codes (``sliding.py``).
 ``kvcompile::gather``  copies the codes of tokens by slot number, from a store with one batch row (``gather.py``).
+``kvcompile::attend_blocks``  attends to tokens that lie in blocks of a store with one batch row, which a table finds
+                             (``attend_blocks.py``).
 ``kvcompile::attend``  attends over encoded planes; returns no softmax statistics but log-sums, if asked for.
 
 The eager bodies are the definition: the reference for every kernel, and the code that ``inner="eager"`` runs.
@@ -61,6 +63,7 @@ import torch
 from kvcompile import schemes
 from kvcompile.errors import ForeignBackend
 from kvcompile.lowering.ops.append_window import append_window_body, append_window_meta
+from kvcompile.lowering.ops.attend_blocks import attend_blocks_body, attend_blocks_meta
 from kvcompile.lowering.ops.gather import gather_body, gather_meta
 from kvcompile.lowering.ops.keep_first import keep_first_body, keep_first_meta, origins
 from kvcompile.lowering.ops.operands import AttendOperands
@@ -86,6 +89,10 @@ LIBRARY.define("undo_rope(Tensor x, Tensor cos, Tensor sin, bool interleaved) ->
 LIBRARY.define("first_visible(Tensor seen) -> Tensor")
 LIBRARY.define("unroll(Tensor x, Tensor[] planes, Tensor cursor, SymInt past, int slots, str scheme, Tensor[]? tables=None) -> Tensor[]")
 LIBRARY.define("gather(Tensor[] planes, Tensor places, SymInt head_dim, str scheme) -> Tensor[]")
+LIBRARY.define(
+    "attend_blocks(Tensor q, Tensor[] keys, Tensor[] values, Tensor table, int every, Tensor hi, int window, Tensor? sinks,"
+    " str key_scheme, str value_scheme, float scale, float softcap, SymInt value_dim) -> Tensor"
+)
 LIBRARY.define(
     "attend(Tensor q, Tensor[] keys, Tensor[] values, Tensor hi, Tensor? lo, Tensor? keep, Tensor? bias,"
     " Tensor? sinks, str key_scheme, str value_scheme, float scale, float softcap, SymInt value_dim,"
@@ -411,6 +418,8 @@ LIBRARY.impl("unroll", unroll_body, "CompositeExplicitAutograd")
 LIBRARY.impl("unroll", unroll_meta, "Meta")
 LIBRARY.impl("gather", gather_body, "CompositeExplicitAutograd")
 LIBRARY.impl("gather", gather_meta, "Meta")
+LIBRARY.impl("attend_blocks", attend_blocks_body, "CompositeExplicitAutograd")
+LIBRARY.impl("attend_blocks", attend_blocks_meta, "Meta")
 LIBRARY.impl("append", _append_meta, "Meta")
 LIBRARY.impl("keep_first", keep_first_body, "CompositeExplicitAutograd")
 LIBRARY.impl("keep_first", keep_first_meta, "Meta")
@@ -433,4 +442,5 @@ undo_rope = torch.ops.kvcompile.undo_rope.default
 first_visible = torch.ops.kvcompile.first_visible.default
 unroll = torch.ops.kvcompile.unroll.default
 gather = torch.ops.kvcompile.gather.default
+attend_blocks = torch.ops.kvcompile.attend_blocks.default
 attend = torch.ops.kvcompile.attend.default

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -102,6 +103,13 @@ class Cut:
 
     tiles: int
     target: int
+
+
+@functools.lru_cache(maxsize=16)
+def machine_of(device: torch.device) -> Machine:
+    """Return what the choice of kernels needs to know of a device."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    return Machine(properties.multi_processor_count, properties.shared_memory_per_block_optin)
 
 
 def paged_config(given: PagedAttend, machine: Machine, packed: bool) -> PagedConfig:

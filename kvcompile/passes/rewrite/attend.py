@@ -138,6 +138,8 @@ def _is_plain_causal(context: Context, item: SitePlan) -> bool:
 
 def _over_planes(shared: Shared, emit: Emitter, item: SitePlan, source: Sources) -> fx.Node:
     """Emit the attention over planes [B, H, S, Dv] (with log-sums Dv + 1), and its error report if the site has ``certify``."""
+    if source.blocks is not None:
+        return _with_rows(emit.call(torch.ops.kvcompile.attend_blocks.default, *_block_operands(shared, emit, item, source)), item)
     operands, fill = _operands(shared, emit, item, source), item.site.bounds.fill
     filled: dict[str, Any] = {"fill": fill} if fill != -math.inf else {}
     if item.site.attention.gives_log_sums:
@@ -182,6 +184,20 @@ def _operands(shared: Shared, emit: Emitter, item: SitePlan, source: Sources) ->
         seen = step(shared, emit, item, source, seen)
     return [
         q, source.keys, source.values, seen.hi, seen.lo, seen.keep, seen.bias, sinks_of(emit, item), *source.schemes,
+        abs(attention.scale), attention.softcap, source.value_dim,
+    ]
+
+
+def _block_operands(shared: Shared, emit: Emitter, item: SitePlan, source: Sources) -> list[Any]:
+    """Return the operands of attention over a pool's blocks in place."""
+    attention, blocks = item.site.attention, source.blocks
+    assert blocks is not None
+    hi = visibility(shared.context, emit, item, as_it_lies=False).hi
+    assert hi is not None
+    if blocks.cut:
+        hi = emit.call(aten.clamp_max.default, hi, value_of(attention.k).shape[attention.k_roles.index("T")] - 1)
+    return [
+        source.q, source.keys, source.values, source.table, blocks.every, hi, blocks.window, sinks_of(emit, item), *source.schemes,
         abs(attention.scale), attention.softcap, source.value_dim,
     ]
 

@@ -1,8 +1,8 @@
 """Paged caches: slot indices that are written and read, and attention over gathered tokens.
 
 The store of a pool is one row of tokens, one for each slot. New tokens are encoded into their slots, and each row's tokens are gathered
-from the planes as codes (``kvcompile::gather``), so that attention reads an ordinary store and masks stay unchanged. Layers that
-share a table share the indices.
+from the planes as codes (``kvcompile::gather``), so that attention reads an ordinary store and masks stay unchanged; where they lie in
+blocks (``blocks``), attention finds them by the numbers of the blocks instead. Layers that share a table share the indices.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from torch import fx
 from kvcompile.passes.graph.effects import Effects
 from kvcompile.passes.graph.emit import Emitter, aten
 from kvcompile.passes.graph.shapes import size_along, value_of
-from kvcompile.passes.match.paged_places import Picked, Places
+from kvcompile.passes.match.paged_places import BlockTable, Picked, Places
 from kvcompile.passes.match.sites import Site
 from kvcompile.passes.plan.plan import SlotPlan
+from kvcompile.passes.rewrite.blocks import PoolBlocks
 from kvcompile.passes.rewrite.new_tokens import broadcast
 
 NOWHERE = -(2**40)
@@ -102,11 +103,22 @@ class PagedCaches:
         """Emit the pool slots that hold each batch row's tokens, int64 [B, T], in the order of tokens."""
         table = slot.slot.block_table
         assert table is not None
+        return self._slots_of(emit, table, device, batch, table.tokens, 1)
+
+    def blocks(self, emit: Emitter, slot: SlotPlan, device: torch.device, batch: Any, blocks: PoolBlocks) -> fx.Node:
+        """Emit the numbers of the pool's blocks that hold each batch row's tokens, int64 [B, E], negative where the pool has no block."""
+        table = slot.slot.block_table
+        assert table is not None
+        return self._slots_of(emit, table, device, batch, blocks.entries, blocks.every)
+
+    def _slots_of(self, emit: Emitter, table: BlockTable, device: torch.device, batch: Any, entries: Any, every: int) -> fx.Node:
+        """Emit the slot of the first of every ``every`` tokens of each batch row, divided by ``every``: int64 [B, entries]."""
         places = table.places
-        key, at = (*self._key(places, table.gather), str(table.tokens), str(batch)), self.effects.order[table.gather]
+        key, at = (*self._key(places, table.gather), str(entries), every, str(batch)), self.effects.order[table.gather]
         if key in self.read and self.read[key][0] <= at:
             return self.read[key][1]
-        token = emit.call(aten.arange.default, emit.size(table.tokens), dtype=torch.int64, device=device)
+        token = emit.call(aten.arange.default, emit.size(entries), dtype=torch.int64, device=device)
+        token = self._times(emit, token, every)
         terms = [self._along_tokens(emit, item, token, table.tokens, batch) for item in places.picked]
         for run in places.running:
             if run.role == "T":
@@ -116,7 +128,9 @@ class PagedCaches:
                 column = emit.call(aten.unsqueeze.default, rows, 1)
             terms.append(self._times(emit, column, run.weight))
         node = self._total(emit, terms, places.first)
-        self.read[key] = at, emit.call(aten.expand.default, node, [emit.size(batch), emit.size(table.tokens)])
+        if every > 1:
+            node = emit.call(aten.div.Scalar_mode, node, every, rounding_mode="floor")
+        self.read[key] = at, emit.call(aten.expand.default, node, [emit.size(batch), emit.size(entries)])
         return self.read[key][1]
 
     def _along_tokens(self, emit: Emitter, item: Picked, token: fx.Node, tokens: Any, batch: Any) -> fx.Node:

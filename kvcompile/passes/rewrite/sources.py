@@ -13,6 +13,7 @@ from kvcompile.passes.match.sites import Factor, Slot
 from kvcompile.passes.plan.plan import DTYPES, SitePlan, SlotPlan
 from kvcompile.passes.rewrite import latent, rotation
 from kvcompile.passes.rewrite.appends import Appends
+from kvcompile.passes.rewrite.blocks import PoolBlocks, blocks_of
 from kvcompile.passes.rewrite.context import device_of
 from kvcompile.passes.rewrite.paged import rows_of
 
@@ -38,13 +39,25 @@ class Sources:
     grouped: bool = False
     asked: fx.Node | None = None
     """The queries before any rotation of channels."""
+    blocks: PoolBlocks | None = None
+    """The blocks in which a pool's tokens are read in place; None if ``keys`` and ``values`` are in the order of tokens."""
+    table: fx.Node | None = None
+    """The numbers of each row's blocks, int64 [B, E]."""
 
 
 def sources(appends: Appends, emit: Emitter, item: SitePlan) -> Sources:
     """Return the operands of a site, and emit the nodes that compute them."""
     q, dtype = _queries(emit, item)
-    keys, values = (read_planes(appends, slot, item) for slot in (item.key, item.value))
-    stored = Sources(q, dtype, keys, values, (item.key.scheme.spec(), item.value.scheme.spec()), item.value.spec.head_dim, asked=q)
+    blocks, table = blocks_of(item, appends.paged.effects), None
+    if blocks is None:
+        keys, values = (read_planes(appends, slot, item) for slot in (item.key, item.value))
+    else:
+        keys, values = ([*_grown(appends, slot), *appends.planes.constant(slot)] for slot in (item.key, item.value))
+        table = _block_table(appends, item, blocks)
+    stored = Sources(
+        q, dtype, keys, values, (item.key.scheme.spec(), item.value.scheme.spec()), item.value.spec.head_dim, asked=q, blocks=blocks,
+        table=table,
+    )
     if appends.context.is_fresh(item.key):
         return _of_this_call(appends, emit, item, stored)
     made, site = item.site.assembly, item.site
@@ -108,9 +121,21 @@ def _of_this_call(appends: Appends, emit: Emitter, item: SitePlan, stored: Sourc
 
 def read_planes(appends: Appends, slot: SlotPlan, item: SitePlan) -> list[fx.Node]:
     """Return the planes that attention reads, in token order; a paged cache's planes are gathered for the site's rows."""
-    constant, read = appends.planes.constant(slot), slot.scheme.planes_read(slot.spec)
-    planes = (appends.sliding.linear.get(slot.slot.part) or appends.planes.of(slot))[: read - len(constant)]
+    planes = _grown(appends, slot)
     if slot.slot.block_table is not None:
         emit = appends.context.emit_before(slot.slot.block_table.gather)
         planes = appends.paged.gathered(emit, slot, planes, device_of(item), rows_of(item.site))
-    return [*planes, *constant]
+    return [*planes, *appends.planes.constant(slot)]
+
+
+def _grown(appends: Appends, slot: SlotPlan) -> list[fx.Node]:
+    """Return the planes that grow with tokens and that attention reads."""
+    constant, read = appends.planes.constant(slot), slot.scheme.planes_read(slot.spec)
+    return (appends.sliding.linear.get(slot.slot.part) or appends.planes.of(slot))[: read - len(constant)]
+
+
+def _block_table(appends: Appends, item: SitePlan, blocks: PoolBlocks) -> fx.Node:
+    """Emit the numbers of the blocks that hold a site's tokens, where the model gathers its keys."""
+    table = item.key.slot.block_table
+    assert table is not None
+    return appends.paged.blocks(appends.context.emit_before(table.gather), item.key, device_of(item), rows_of(item.site), blocks)

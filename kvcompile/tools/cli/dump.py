@@ -22,7 +22,7 @@ from kvcompile.details import distinct_kernels, kernel_title
 from kvcompile.errors import NothingToDump
 from kvcompile.lowering.compile import emitted_modules
 from kvcompile.lowering.decode.offline import ARCHITECTURES, OfflineCompilation, sass
-from kvcompile.lowering.site_kernel import ChunkedSite, PrefillSite, SiteKernel, attends
+from kvcompile.lowering.site_kernel import Kernel, attends
 from kvcompile.passes.capture.capture import Captured
 from kvcompile.passes.plan.plan import Plan
 from kvcompile.passes.rewrite.rewritten import Rewritten, Variant
@@ -95,7 +95,7 @@ class Dump:
             raise NothingToDump(expected="Inductor to emit a module", found="none", todo="report this with the target")
         return "\n".join(sources)
 
-    def kernels(self, arch: str) -> list[tuple[SiteKernel | PrefillSite | ChunkedSite, list[str]]]:
+    def kernels(self, arch: str) -> list[tuple[Kernel, list[str]]]:
         """Return the distinct attend kernels of the chosen variant, each with the module paths of its sites. Raises NothingToDump."""
         _, rewritten = self._rewritten()
         found = distinct_kernels(attends(rewritten.module), arch)

@@ -5,7 +5,7 @@ each row's tokens, and a write by integer tensors those of the new tokens. Both 
 weight in the slot number, whatever views are between the gather and the pool.
 
 The order of slots is not the order of tokens, so the host does not know which slots are filled: the store has all slots from the start.
-Attention reads codes that are gathered from the store.
+Attention reads codes that are gathered from the store, or finds them there by the table (``rewrite.blocks``).
 
 ::
 

@@ -1,0 +1,125 @@
+"""The blocks of a pool that a compiled graph keeps in a store: its planes go in, views of blocks for the kernels come out.
+
+A store's planes are [N, 1, K, R, width], pages of R tokens of all heads. Its slots, ``every`` at a time, are blocks; a kernel finds a block
+of one head at a multiple of one stride. So a plane is viewed as blocks of ``every`` rows that follow each other through all heads, of
+which every R / ``every`` belong to one head:
+
+    page 0, head 0: 0 1 2 3    page 0, head 1: 4 5 6 7    page 1, head 0: 8 9 10 11    ...    (K = 2, R = 4 * every)
+
+Block b of all heads begins at ``first_of(b)`` there, and head h is R rows further for each h.
+
+``kvcompile::attend_blocks_triton``  is ``attend_blocks`` over such a view, on CUDA: ``first`` int32 [B, E] has the places of the blocks
+(``first_of``, -1 for none), ``lengths`` and ``starts`` are those of ``PagedAttend``, of one query a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvcompile.lowering.decode.site import Machine
+from kvcompile.lowering.host.launches import Direct, Launcher
+from kvcompile.lowering.ops.attend_blocks import BlockOperands, grown_and_constant
+from kvcompile.lowering.ops.operations import LIBRARY
+from kvcompile.lowering.paged.config import PagedAttend, machine_of
+from kvcompile.types import Role
+
+LIBRARY.define(
+    "attend_blocks_triton(Tensor q, Tensor[] keys, Tensor[] values, Tensor first, int every, Tensor lengths, Tensor starts, int window,"
+    " Tensor? sinks, str key_scheme, str value_scheme, float scale, float softcap, int value_dim) -> Tensor"
+)
+FARTHEST = 1 << 30
+"""Tokens: a limit beyond that of any table."""
+
+
+def viewed(plane: torch.Tensor, every: int) -> torch.Tensor:
+    """Return a plane [N, 1, K, R, width] of a store as overlapping blocks [places, K, every, width]."""
+    pages, _, heads, rows, width = plane.shape
+    of_a_head = rows // every
+    places = (pages - 1) * heads * of_a_head + of_a_head
+    return plane.as_strided((places, heads, every, width), (every * width, rows * width, width, 1))
+
+
+def first_of(table: torch.Tensor, plane: torch.Tensor, every: int) -> torch.Tensor:
+    """Return the places of blocks in ``viewed`` planes, int32 in the table's shape; -1 where the store has no such block."""
+    pages, _, heads, rows, _ = plane.shape
+    of_a_head = rows // every
+    inside = (table >= 0) & (table < pages * of_a_head)
+    place = torch.div(table, of_a_head, rounding_mode="floor") * (heads * of_a_head) + torch.remainder(table, of_a_head)
+    return torch.where(inside, place, -1).to(torch.int32)
+
+
+@dataclass(frozen=True)
+class CallRows:
+    """The rows of a call as kernels take them: places of blocks int32 [B, E], lengths int32 [B], starts of queries int32 [B + 1]."""
+
+    first: torch.Tensor
+    lengths: torch.Tensor
+    starts: torch.Tensor
+
+
+def rows_of(given: BlockOperands[torch.Tensor]) -> CallRows:
+    """Return the rows of a call of ``attend_blocks``; a compiled graph fuses what is computed here."""
+    batch = given.q.shape[0]
+    lengths = (given.hi.select(1, 0).clamp(max=FARTHEST) + 1).to(torch.int32)
+    starts = torch.arange(batch + 1, dtype=torch.int32, device=given.q.device)
+    return CallRows(first_of(given.table, given.keys[0], given.every).contiguous(), lengths.expand(batch).contiguous(), starts)
+
+
+def attend_of(given: BlockOperands[torch.Tensor], rows: CallRows) -> PagedAttend:
+    """Return the operands that the kernels take, planes as ``viewed``."""
+    grown, constant = [], []
+    for planes, scheme, dim, role in (
+        (given.keys, given.key_scheme, given.q.shape[3], Role.KEY), (given.values, given.value_scheme, given.value_dim, Role.VALUE),
+    ):
+        growing, tables = grown_and_constant(planes, scheme, dim, role)
+        grown.append([viewed(plane, given.every) for plane in growing])
+        constant.append(tables)
+    return PagedAttend(
+        given.q.select(2, 0).contiguous(), grown[0], constant[0], grown[1], constant[1], rows.first, rows.lengths, rows.starts, 1,
+        given.key_scheme, given.value_scheme, given.value_dim, given.scale, given.softcap, given.window, given.sinks,
+    )
+
+
+def attended(given: BlockOperands[torch.Tensor], rows: CallRows, machine: Machine, launcher: Launcher) -> torch.Tensor:
+    """Return ``attend_blocks`` of one row or more by kernels, [B, H, 1, Dv]."""
+    from kvcompile.lowering.paged.attend import attend_by_kernels
+
+    out, _ = attend_by_kernels(attend_of(given, rows), machine, launcher)
+    return out.unsqueeze(2)
+
+
+def _given(*arguments: Any) -> tuple[BlockOperands[torch.Tensor], CallRows]:
+    """Return the operands of a call of the operation; ``table`` and ``hi`` are what ``rows_of`` made of them."""
+    q, keys, values, first, every, lengths, starts, *rest = arguments
+    return BlockOperands(q, _in_order(keys), _in_order(values), first, every, lengths, *rest), CallRows(first, lengths, starts)
+
+
+def _in_order(planes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return planes that are contiguous and begin at a multiple of 16 bytes, by which kernels load codes: a copy of one that does not."""
+    return [
+        plane if plane.is_contiguous() and not plane.data_ptr() % 16 else plane.clone(memory_format=torch.contiguous_format)
+        for plane in planes
+    ]
+
+
+def _attend_blocks_triton(*arguments: Any) -> torch.Tensor:
+    given, rows = _given(*arguments)
+    if not given.q.shape[0]:
+        return _attend_blocks_triton_meta(*arguments)
+    with torch.cuda.device(given.q.device):
+        return attended(given, rows, machine_of(given.q.device), Direct(True))
+
+
+def _attend_blocks_triton_meta(*arguments: Any) -> torch.Tensor:
+    q: torch.Tensor = arguments[0]
+    return q.new_empty(*q.shape[:3], arguments[-1])
+
+
+LIBRARY.impl("attend_blocks_triton", _attend_blocks_triton, "CUDA")
+LIBRARY.impl("attend_blocks_triton", _attend_blocks_triton_meta, "Meta")
+
+attend_blocks_triton = torch.ops.kvcompile.attend_blocks_triton.default
