@@ -1,8 +1,8 @@
 """Retrace: run Dynamo's graph so that ``make_fx`` records it as ATen, normalised for the matcher.
 
-Four kinds of call are recorded in another form with an equal result: ``expose`` of a compressed cache as the cache itself, so that
-aliases stay visible; flex attention as plain operations; ``vmap`` regions as ATen; and ``zeros_like(scores)`` and its kin as
-constructors from sizes, so that a node which only needs a shape does not count as a reader.
+Five kinds of call are recorded in another form with an equal result: ``expose`` of a compressed cache as the cache itself, so that
+aliases stay visible; flex attention and ``varlen_attn`` over caches as plain operations; ``vmap`` regions as ATen; and
+``zeros_like(scores)`` and its kin as constructors from sizes, so that a node which only needs a shape does not count as a reader.
 
 Calls on wrapper subclasses (sharded, quantized tensors) stay as Dynamo has them. Nodes that only compute an unread block mask are
 skipped.
@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from kvcompile.errors import Unsupported
-from kvcompile.passes.capture import flex
+from kvcompile.passes.capture import flex, varlen
 from kvcompile.passes.capture.subclasses import calls_on_composed, record_as_written
 from kvcompile.passes.capture.trace_cache import TraceCache
 from kvcompile.passes.capture.vmap import VmapRegion, regions
@@ -44,6 +44,7 @@ class Retrace(fx.Interpreter):
         self.spell_out = spell_out and any(flex.is_flex(node.target) for node in module.graph.nodes)
         self.left_out = unread(module.graph, found) if self.spell_out else set()
         self.used: set[int] = set()
+        self.packed = False
         self.as_written = calls_on_composed(module.graph)
         # Traced before the run starts: make_fx must not be nested in another trace.
         self.mapped: dict[fx.Node, tuple[VmapRegion, fx.GraphModule]] = {}
@@ -67,6 +68,7 @@ class Retrace(fx.Interpreter):
                 values = fx.Interpreter(traced).run(*[self.env[node] for node in region.inputs])
                 self.results.update(zip(region.outputs, values, strict=True))
             return self.results.pop(n, None)
+        self.packed = varlen.over_a_cache(n)
         if self.spell_out and flex.is_flex(n.target):
             self.used = {int(user.args[1]) for user in n.users if user not in self.left_out}  # type: ignore[arg-type]
         if n in self.as_written:
@@ -90,6 +92,8 @@ class Retrace(fx.Interpreter):
                 return flex.explicit(self.used, *args, **kwargs)
             except (RuntimeError, TypeError, ValueError, IndexError) as error:
                 raise flex.Stays from error
+        if self.packed:
+            return varlen.explicit(*args, **kwargs)
         if target in SHAPED and set(kwargs) <= {"dtype", "device"} and args and args[0].is_contiguous():
             like, *fill = args
             if len(fill) == (target is torch.full_like):

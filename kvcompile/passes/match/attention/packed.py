@@ -2,7 +2,8 @@
 
     varlen_attn(q [tokens, H, D], k [cached, K, D], v, cu_seq_q, cu_seq_k, max_q, max_k)
 
-Where a row begins and ends is known on the device only, so the cached tokens have no rows and no positions that a store could count.
+Where a row begins and ends is known on the device only, so the cached tokens have no rows and no positions that a store could count. With
+``seqused_k`` ``varlen_attn`` has been spelled out before (``capture.varlen``), unless its log-sums are read.
 """
 
 from __future__ import annotations
@@ -27,5 +28,6 @@ def recognise(node: fx.Node) -> Attention | None:
     raise Miss(
         f"the cache is read by {spelled}, which takes rows packed one after another: where each row begins is known on the device "
         "only", node,
-        advice="keep a dim of batch rows and call scaled_dot_product_attention, or read the cache through a block table by indexing",
+        advice="call varlen_attn with seqused_k (torch 2.12), and read no log-sums of it; or keep a dim of batch rows and call "
+        "scaled_dot_product_attention",
     )

@@ -29,7 +29,7 @@ from torch import fx
 
 from kvcompile.passes.graph.effects import Effects
 from kvcompile.passes.graph.pullback import Coords, Trail, factor, step
-from kvcompile.passes.graph.shapes import hint, plain, sizes, value_of
+from kvcompile.passes.graph.shapes import hint, plain, same, sizes, value_of
 from kvcompile.passes.match.cache.gathers import Gathered, Index, gathered
 from kvcompile.passes.match.cache.one_write import one_write
 from kvcompile.passes.match.cache.paged_views import Linearity, follow, linear
@@ -109,10 +109,10 @@ def _rows(read: Read, columns: Columns) -> Any:
 
 
 def _of_a_row(write: Write, batch: Any) -> Write:
-    """Return the write with ``count`` divided by the number of batch rows: the tokens of one row. Unchanged if it does
-    not divide evenly.
+    """Return the write with ``count`` divided by the number of batch rows: the tokens of one row. Unchanged unless it divides evenly in
+    every call, as of rows that are written one after another and have different numbers of tokens.
     """
-    return write if hint(write.count) % hint(batch) else replace(write, count=plain(write.count // batch))
+    return replace(write, count=plain(write.count // batch)) if same(write.count % batch, 0) else write
 
 
 def _anywhere(taken: Gathered) -> Coords:

@@ -14,7 +14,7 @@ from torch import fx
 from kvcompile.passes.graph.effects import same_memory
 from kvcompile.passes.graph.operators import IN_PLACE
 from kvcompile.passes.graph.pullback import Coords, broadcast, sample, trace
-from kvcompile.passes.graph.shapes import bind, hint, is_tensor, op_name, sizes, value_of
+from kvcompile.passes.graph.shapes import bind, equal, hint, is_tensor, op_name, same, sizes, value_of
 from kvcompile.passes.match.cache.gathers import Indexed, counted, indexed, integer_indices
 from kvcompile.passes.match.cache.paged_views import follow, linear
 from kvcompile.passes.match.paged_places import Picked, Places, Running
@@ -132,10 +132,22 @@ class _Form:
             Running(dims[at], form.weights[dim], dest_shape[dim]) for at, dim in enumerate(self.form.dims)
             if dim is not None and form.weights[dim] and dims[at]
         )
+        self._fix_sizes()
         places = Places(picked, along, form.first, dims, tuple(sorted((at, index) for at, (_, index) in select.items())), self.sizes)
         count = math.prod(size for size, role in zip(self.sizes, dims, strict=True) if role in places.along)
         idiom = f"{op_name(self.node)} by place"
         return Write(idiom, self.node, self.root, self.values, (), self.axes.token_dim, Position(), count, places=places)
+
+    def _fix_sizes(self) -> None:
+        """Add a guard where values and indices have sizes of other symbols that are one size in every valid call.
+
+        Torch compares them no sooner than their codes are written, in a graph whose guards may be complete by then.
+        """
+        block = self.sizes[self.form.first : self.form.first + len(self.form.shape)]
+        given = [(value_of(index).shape, block) for index in self.indices.values()] + [(value_of(self.values).shape, self.sizes)]
+        for have, want in ((have, want) for shape, wanted in given for have, want in zip(shape[::-1], wanted[::-1], strict=False)):
+            if not same(have, 1) and not same(want, 1):
+                equal(have, want)
 
     def _roles(self, index: fx.Node, dims: tuple[str, ...]) -> tuple[str, ...]:
         """Return the letters of an index tensor's dims, which align right with the dims of the broadcast indices."""
