@@ -154,8 +154,10 @@ def test_schemes_give_the_tokens_of_an_emulation(make: Any, text: str) -> None:
     install(model, text)
     found = served(model, return_logprobs=True)
     assert found.tokens == [[tokens for tokens, _ in want]]
-    error = distance(found.logs, [logs for _, logs in want])
-    assert error < 1e-3 < 10 * error + distance(found.logs, [logs for _, logs in coded_caches.emulated(model, "dense", PROMPTS, NEW)])
+    dense = coded_caches.emulated(model, "dense", PROMPTS, NEW)
+    error, changed = (distance(found.logs, [logs for _, logs in each]) for each in (want, dense))
+    # Keys of a packed batch are rounded in another order: on some processors a code at an edge moves by one, 0.9% of what int4 changes.
+    assert changed > 1e-2 and error < 0.02 * changed
 
 
 @pytest.mark.parametrize("tokens", [7, 16])
