@@ -27,7 +27,7 @@ from kvcompile.records import Newest, records
 from kvcompile.report import GraphDetail, GraphReport, Report
 from kvcompile.runtime.store.adaptive_store import AdaptiveStore
 from kvcompile.runtime.store.growth import Growth
-from kvcompile.runtime.store.live_caches import LiveCaches
+from kvcompile.runtime.store.live_caches import LiveCaches, distinct_planes
 from kvcompile.schemes import Certify, StoredTokens
 from kvcompile.settings import Gluon, Inner, Settings, Validate
 from kvcompile.trace_artifacts import trace_report
@@ -110,21 +110,30 @@ class Backend:
         unmatched = self.policy.unmatched(self.paths) if self.paths else ()
         report = Report(graphs=list(self.graphs), peak=self.memory.live.peak, unmatched=unmatched, source=weakref.ref(self))
         report.stayed_dense = tuple(f"{key[1]}: {why}" for key, why in self.memory.reported.items() if isinstance(key, tuple))
-        for state in [group for live in self.memory.live for group in live.groups]:
+        states, held = list(self.memory.live), 0
+        for plane, spec in distinct_planes(states):
+            size = plane.untyped_storage().nbytes()
+            report.allocated += size
+            report.hosted += size if spec.host and plane.is_cuda else 0
+        announced: set[int] = set()
+        for state in [group for live in states for group in live.groups]:
             # A window's tensor holds its slots, however many tokens it has seen.
             shown = state.length if state.slots is None else min(state.length, state.slots)
             report.dense += state.dense_nbytes(shown)
             report.callers += state.dense_nbytes(max(state.places, shown))
+            held += sum(store.nbytes for store in state.stores.values())
             for store in state.stores.values():
                 slot, tokens = store.spec.slot, state.length
-                report.allocated += store.nbytes
-                report.hosted += store.host_nbytes
-                report.announced += store.announced(tokens)
+                # Forks that share their codes are announced once.
+                once = id(store.planes[0]) not in announced
+                announced.add(id(store.planes[0]))
+                report.announced += store.announced(tokens) if once else 0
                 if isinstance(store, AdaptiveStore):
                     report.count_widths(slot.role, store.histogram(tokens), store.churn)
-                    report.originals += store.original_nbytes
+                    report.originals += store.original_nbytes if once else 0
                 if tokens and store.never_calibrated:
                     report.never_calibrated.append(store.spec.scheme.uncalibrated)
+        report.shared = held - report.allocated
         report.disorder = self._disorder()
         return report
 

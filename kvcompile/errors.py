@@ -74,6 +74,10 @@ class OtherFormat(KvcompileError):
     )
 
 
+class CacheUnfit(KvcompileError, ValueError):
+    template = "a cache cannot be saved, loaded or forked so: expected {expected}, found {found}; {todo}"
+
+
 class HeadDimNotDivisible(SchemeError):
     template = (
         "scheme {scheme!r} needs a head dim that {what} divides, found head dim {head_dim} and {what} {by}; "
@@ -435,9 +439,7 @@ class CacheFull(CallRefused):
 
 
 class PositionsUnknown(KvcompileError):
-    template = (
-        "expected write positions in [0, {capacity}), found {found} (at {where}); pass positions of slots in the cache"
-    )
+    template = "expected write positions in [0, {capacity}), found {found} (at {where}); pass positions of slots in the cache"
 
 
 class PositionsNegative(PositionsUnknown, CallRefused):

@@ -36,7 +36,7 @@ class ReportFields:
     ``announced``: bytes as the scheme announces them for the stored tokens; ``allocated``: bytes that stores hold now; ``hosted``: the part
         of ``allocated`` in pinned host memory; ``dense``: bytes of a dense cache of the same tokens; ``callers``: bytes that the caller's
         own tensors took, which for a static cache is its whole capacity; ``peak``: the most that stores held at once, also of caches
-        that are gone.
+        that are gone. ``shared``: bytes that would come on top of ``allocated`` if forks (``kvcompile.fork``) shared no memory.
     ``never_calibrated``: how keys are encoded, once for each live store whose scheme calibrates on queries and that never saw any.
     ``tokens``: the cache length that ``SiteReport`` bytes are for; None for the captured length.
     ``widths``: stored tokens by bits per channel, for keys and for values, over rows and layers, of adaptive schemes.
@@ -59,6 +59,7 @@ class ReportFields:
     originals: int = 0
     callers: int = 0
     peak: int = 0
+    shared: int = 0
     unmatched: tuple[str, ...] = ()
     disorder: list[str] = field(default_factory=list)
     stayed_dense: tuple[str, ...] = ()

@@ -50,6 +50,8 @@ def _plain(report: ReportFields) -> Iterator[str]:
     """Yield the notices that are neither warnings nor errors: bytes of live caches, widths of adaptive schemes."""
     if report.allocated:
         yield _live(report)
+    if report.shared:
+        yield f"forks: {size_text(report.shared)} more are shared until they are written, and counted once"
     if report.peak > report.allocated:
         yield f"most that caches held at once: {size_text(report.peak)}"
     if report.originals:

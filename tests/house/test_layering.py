@@ -102,6 +102,10 @@ ALLOWED = {
         "kvcompile.passes.graph.dynamo",
         "kvcompile.lowering.certificate.telemetry", "kvcompile.report", "kvcompile.backend", "kvcompile.tools.evaluation",
     ),
+    "kvcompile.persistence": (
+        "kvcompile.types", "kvcompile.errors", "kvcompile.files", "kvcompile.schemes", "kvcompile.passes.match.sites",
+        "kvcompile.passes.plan.policy", "kvcompile.runtime", "kvcompile.persistence",
+    ),
     "kvcompile.report": ("kvcompile.types", "kvcompile.passes", "kvcompile.schemes", "kvcompile.report"),
 }
 """What a layer may import of ours. What is not listed (backend, explain, the command line) stands on top of all."""
@@ -223,6 +227,11 @@ def test_nothing_imports_serving_but_the_face() -> None:
     assert not [line for line in found if line.split(":")[0] != FACE]
 
 
+def test_nothing_imports_persistence_but_the_face() -> None:
+    found = importers("kvcompile.persistence", of=("kvcompile.persistence",))
+    assert found and not [line for line in found if line.split(":")[0] != FACE]
+
+
 def test_every_extension_has_a_row_of_its_own() -> None:
     folders = {f"kvcompile.extensions.{path.parent.name}" for path in (PACKAGE / "extensions").glob("*/__init__.py")}
     rows = {layer for layer in ALLOWED if layer.startswith("kvcompile.extensions.")}
@@ -335,7 +344,7 @@ def test_importing_the_package_loads_torch_and_next_to_nothing_of_ours() -> None
     ours = {name for name in found if within(name, "kvcompile") and not name.startswith("kvcompile.schemes.")}
     assert "torch" in found and "kvcompile.files.pickled" in ours, "nothing was looked at"
     assert not found & (INDUCTOR | KERNELS | LIBRARIES | {"triton", "torch._dynamo", "torch._inductor"})
-    absent = ("lowering", "extensions", "tools", "passes", "serving")
+    absent = ("lowering", "extensions", "tools", "passes", "serving", "persistence")
     assert not [name for name in ours if within(name, *(f"kvcompile.{room}" for room in absent))]
 
 

@@ -367,7 +367,7 @@ class Machine(RuleBasedStateMachine):
         held.words, held.done = held.words[:, :0], held.done[:0]
         held.count()
 
-    @rule(at=st.integers(0, 1), how=st.sampled_from(["deepcopy", "save", "clone"]), both=st.booleans())
+    @rule(at=st.integers(0, 1), how=st.sampled_from(["deepcopy", "save", "clone", "fork"]), both=st.booleans())
     def copied(self, at: int, how: str, both: bool) -> None:
         """A copy goes on in place of the cache, or beside it."""
         held = self.held[at]
@@ -375,6 +375,8 @@ class Machine(RuleBasedStateMachine):
             return
         if how == "deepcopy":
             other = copy.deepcopy(held)
+        elif how == "fork":
+            other = kvcompile.fork(held)
         elif how == "save":
             file = io.BytesIO()
             torch.save(held, file)

@@ -198,7 +198,9 @@ class BoundGraph:
         """Roll every state back to the start of this call's tokens, or none of them. Raises WindowPassed if a window has lost them."""
         with step.undo:
             for form, state, start, count in zip(self.forms, step.states, step.starts, step.counts, strict=True):
-                if form.goes_back(state, start, call):
+                if form.kind.written and form.goes_back(state, start, call):
+                    # Ahead of the undo, which puts back the planes that it finds.
+                    state.own()
                     step.undo.whole(state, start, count)
                     state.rewind(form.rows_start(start, call))
 
@@ -238,10 +240,11 @@ class BoundGraph:
             pages[form.growing] = max(pages.get(form.growing, LEAST_PAGES), wanted, state.pages)
         grown = False
         for form, state, needed in zip(self.forms, step.states, tokens, strict=True):
+            before = [store.planes[0] for store in state.stores.values()]
             for store in state.stores.values():
-                before = store.planes[0]
                 store.reserve(pages[form.growing], needed)
-                grown = grown or store.planes[0] is not before
+            state.own(form.kind.written)
+            grown = grown or any(store.planes[0] is not plane for store, plane in zip(state.stores.values(), before, strict=True))
         if grown:
             self.states.live.measure()
 

@@ -15,6 +15,7 @@ from kvcompile.runtime.handle.views import join
 from kvcompile.runtime.handle.writes import appended
 from kvcompile.runtime.store.adaptive_store import store_class
 from kvcompile.runtime.store.dense_layout import tokens_of
+from kvcompile.runtime.store.live_caches import add_fork
 from kvcompile.runtime.store.parked_rows import in_one
 from kvcompile.runtime.store.state import CacheState
 
@@ -114,9 +115,21 @@ def _copy(handle: CompressedCache, *args: Any, **kwargs: Any) -> CompressedCache
     return _derived(handle, handle._kv.copied(handle._length), tuple(handle.shape), handle._length)
 
 
+class ForkMemo(dict[int, Any]):
+    """A memo for ``copy.deepcopy`` with which compressed caches are forked instead of copied."""
+
+
+def _fork(handle: CompressedCache) -> CompressedCache:
+    """Return a handle of a state that shares its planes with the handle's until one of the two is written."""
+    resume(handle)
+    state = handle._kv.forked(handle._length)
+    add_fork(state, handle._kv)
+    return _derived(handle, state, tuple(handle.shape), handle._length)
+
+
 def _deepcopy(handle: CompressedCache, memo: dict[int, Any]) -> CompressedCache:
     if id(handle) not in memo:
-        memo[id(handle)] = _copy(handle)
+        memo[id(handle)] = _fork(handle) if isinstance(memo, ForkMemo) else _copy(handle)
     made: CompressedCache = memo[id(handle)]
     return made
 
@@ -156,6 +169,7 @@ def rebuild(
     stores = {}
     for part, (spec, planes) in parts.items():
         stores[part] = store_class(spec).holding(spec, list(planes))
+        stores[part].pin()
         if padding and part in padding:
             stores[part].padding = store_class(spec).holding(spec, list(padding[part]))
     del device
@@ -163,7 +177,11 @@ def rebuild(
     # A cropped tensor of a state that advanced: its stores hold more tokens than it shows.
     state.top = state.behind = max(top, length)
     state.held = held
-    return make(state, shape, dtype, next(iter(stores.values())).device, length, True)
+    made = make(state, shape, dtype, next(iter(stores.values())).device, length, True)
+    if grown:
+        # The next call brings a longer one, as of a handle that a call returned.
+        mark_dynamic(made, next(iter(axes.values())).token_dim)
+    return made
 
 
 def _repr(handle: CompressedCache, **kwargs: Any) -> str:

@@ -48,7 +48,7 @@ class AdaptiveStore(Store):
     def holding(spec: StoreSpec, planes: list[torch.Tensor], rope: Rope | None = None) -> AdaptiveStore:
         """Return a store around existing planes. Waits for the device."""
         store = AdaptiveStore.__new__(AdaptiveStore)
-        store.spec, store.rope, store.churn, store.before, store.padding = spec, rope, Churn(), None, None
+        store.spec, store.rope, store.churn, store.before, store.padding, store.family = spec, rope, Churn(), None, None, None
         store.batch = planes[0].shape[1]
         store.device = planes[0].device
         store._take(planes)
@@ -151,13 +151,6 @@ class AdaptiveStore(Store):
     def restore(self, planes: list[torch.Tensor]) -> None:
         self._take(planes)
 
-    def clone(self) -> AdaptiveStore:
-        with ordinary():
-            made = self._copied(self._where_they_belong([plane.clone() for plane in self.planes]))
-        # A pending decision is valid for both.
-        made.decision, made.look = self.decision, self.look
-        return made
-
     def select_rows(self, rows: torch.Tensor) -> AdaptiveStore:
         with ordinary():
             planes = self.scheme.of_rows(tuple(self.planes), self.spec.slot, rows.to(self.device))
@@ -169,6 +162,12 @@ class AdaptiveStore(Store):
             expected="a cache that is read from its first token on", found=f"one that begins at token {first}", where="a cache operation",
             todo="use another scheme for caches that are cut at their beginning",
         )
+
+    def alike(self, planes: list[torch.Tensor]) -> AdaptiveStore:
+        made = self._copied(planes)
+        # A pending decision is valid for both.
+        made.decision, made.look = self.decision, self.look
+        return made
 
     def _copied(self, planes: list[torch.Tensor]) -> AdaptiveStore:
         made = AdaptiveStore.holding(self.spec, planes, self.rope)

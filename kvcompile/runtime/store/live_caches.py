@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import collections
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from kvcompile.runtime.store.state import CacheState
 from kvcompile.runtime.store.telemetry import TelemetryPlane
+from kvcompile.types import PlaneSpec
 
 MOST_KEPT = 256
 """Largest number of kept planes of dead caches before they are summed."""
+
+_EVERY: weakref.WeakSet[LiveCaches] = weakref.WeakSet()
+"""Those of all backends, in which a fork joins the cache that it was made from."""
 
 
 class LiveCaches:
@@ -33,6 +37,7 @@ class LiveCaches:
         self.dead: collections.deque[TelemetryPlane] = collections.deque()
         self.peak = 0
         """Most bytes that the stores of live caches held at once, as far as ``measure`` saw."""
+        _EVERY.add(self)
 
     def __iter__(self) -> Iterator[CacheState]:
         return iter(list(self.states))
@@ -54,7 +59,7 @@ class LiveCaches:
 
     def measure(self) -> None:
         """Update ``peak`` with the bytes that live caches hold now. Called where a store has grown, which no step of the fast path does."""
-        self.peak = max(self.peak, sum(state.nbytes for state in self))
+        self.peak = max(self.peak, sum(plane.untyped_storage().nbytes() for plane, _ in distinct_planes(self)))
 
     def telemetry_planes(self) -> list[TelemetryPlane]:
         """Return the telemetry of all caches: sums of dead ones, then live ones."""
@@ -71,3 +76,23 @@ class LiveCaches:
             by_device.setdefault(telling.plane.device, []).append(telling)
         for found in by_device.values():
             self.dead.append(TelemetryPlane(self.add_up(found), None))
+
+
+def add_fork(state: CacheState, source: CacheState) -> None:
+    """Track a state wherever the one that it shares planes with is tracked: their bytes are counted together."""
+    for live in list(_EVERY):
+        if source in live.states:
+            live.add(state)
+
+
+def distinct_planes(states: Iterable[CacheState]) -> Iterator[tuple[torch.Tensor, PlaneSpec]]:
+    """Yield each plane of the states' stores with its spec; one that several stores share once."""
+    seen: set[int] = set()
+    queue = [store for state in states for group in state.groups for store in group.stores.values()]
+    while queue:
+        store = queue.pop()
+        queue += [] if store.padding is None else [store.padding]
+        for plane, spec in store.described():
+            if id(plane) not in seen:
+                seen.add(id(plane))
+                yield plane, spec

@@ -28,6 +28,7 @@ from kvcompile.runtime.store.counters import CounterSnapshot
 from kvcompile.runtime.store.dense_layout import put_tokens
 from kvcompile.runtime.store.exact_window import disorder, rewind
 from kvcompile.runtime.store.growth import Growth
+from kvcompile.runtime.store.shared_planes import forked, own
 from kvcompile.runtime.store.store import Store
 from kvcompile.runtime.store.telemetry import TelemetryPlane
 from kvcompile.types import PAGE
@@ -109,7 +110,7 @@ class CacheState:
     def rewind(self, wanted: int | torch.Tensor) -> None:
         """Roll the stores back to ``wanted`` tokens (an int, or [B]), before other tokens are written after them.
 
-        Raises WindowPassed if a row would end in a block whose full-precision tokens are gone.
+        Its planes must be its own. Raises WindowPassed if a row would end in a block whose full-precision tokens are gone.
         """
         if isinstance(ends := self.row_ends(), torch.Tensor):
             self.tops = ends if self.tops is None else torch.maximum(self.tops, ends)
@@ -149,6 +150,16 @@ class CacheState:
         """Allocate pages for ``tokens`` tokens in all stores, at most for ``capacity`` tokens (None: unbounded)."""
         for store in self.stores.values():
             store.reserve(self.growth.pages(tokens, capacity), tokens)
+        self.own()
+
+    def own(self, written: bool = True) -> None:
+        """Copy the planes that its stores share with those of other states (``forked``), before a call.
+
+        ``written``: whether the call writes tokens; attention writes its own planes in any case.
+        """
+        copied = [own(store, written) for store in self.stores.values()]
+        if any(copied):
+            self.telemetry_planes[:] = self.telemetry()
 
     def clear(self) -> None:
         """Forget all tokens."""
@@ -248,7 +259,17 @@ class CacheState:
 
     def copied(self, length: int) -> CacheState:
         """Return a copy of the state, for a tensor of ``length`` tokens."""
-        made, *parked = [group.mapped(lambda store: store.clone()) for group in self.groups]
+        return self._again(length, lambda store: store.clone())
+
+    def forked(self, length: int) -> CacheState:
+        """Return a state for a tensor of ``length`` tokens that shares planes with this one until one of the two is written."""
+        # Steps of the fast path write without a look at who holds the planes.
+        for group in self.groups:
+            group.checked_for.clear()
+        return self._again(length, forked)
+
+    def _again(self, length: int, again: Callable[[Store], Store]) -> CacheState:
+        made, *parked = [group.mapped(again) for group in self.groups]
         for group in (made, *parked):
             group.length = min(group.length, length)
         made.parked = parked

@@ -7,6 +7,7 @@ all. New pages are zero, which every scheme decodes to zero: unwritten tokens re
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -46,15 +47,17 @@ class Store:
     ``padding``: for a windowed store made from a dense cache, a store with the tokens before each row's origin, counted from 0; else None.
     One step's mask hides them, which does not prove that they are padding, so reads of the cache outside of compiled code return them.
     Compiled calls ignore them.
+    ``family``: the stores that may hold the same plane tensors (``shared_planes``), itself included; None if no other store does.
     """
 
-    __slots__ = ("batch", "before", "device", "padding", "pages", "planes", "rope", "spec")
+    __slots__ = ("__weakref__", "batch", "before", "device", "family", "padding", "pages", "planes", "rope", "spec")
 
     def __init__(self, spec: StoreSpec, batch: int, device: torch.device, pages: int, rope: Rope | None = None) -> None:
         self.spec, self.batch, self.device, self.rope = spec, batch, device, rope
         self.pages = 0
         self.before: torch.Tensor | None = None
         self.padding: Store | None = None
+        self.family: weakref.WeakSet[Store] | None = None
         self.planes: list[torch.Tensor] = [self._zeros(plane, 0) for plane in spec.layout.planes]
         self.reserve(pages)
 
@@ -62,7 +65,7 @@ class Store:
     def holding(spec: StoreSpec, planes: list[torch.Tensor], rope: Rope | None = None) -> Store:
         """Return a store around existing planes [N, B, K, rows, width]."""
         store = Store.__new__(Store)
-        store.spec, store.planes, store.rope, store.padding = spec, planes, rope, None
+        store.spec, store.planes, store.rope, store.padding, store.family = spec, planes, rope, None, None
         store.pages, store.batch = planes[0].shape[:2]
         store.device = planes[0].device
         store._begin()
@@ -83,9 +86,17 @@ class Store:
         if self.device.type != "cuda":
             return list(planes)
         return [
-            host_plane(tuple(plane.shape), plane.dtype, self.device).copy_(plane) if spec.host else plane
-            for plane, spec in zip(planes, self.spec.layout.planes, strict=True)
+            self._pinned(plane) if spec.host else plane for plane, spec in zip(planes, self.spec.layout.planes, strict=True)
         ]
+
+    def _pinned(self, plane: torch.Tensor) -> torch.Tensor:
+        """Return a copy of a plane in pinned host memory."""
+        return host_plane(tuple(plane.shape), plane.dtype, self.device).copy_(plane)
+
+    def pin(self) -> None:
+        """Move planes that belong in pinned host memory there, such as those of a store that was read from a file."""
+        with ordinary():
+            self.planes = self._where_they_belong(self.planes)
 
     @property
     def nbytes(self) -> int:
@@ -257,9 +268,18 @@ class Store:
     def clone(self) -> Store:
         """Return a copy of the store."""
         with ordinary():
-            made = Store.holding(self.spec, self._where_they_belong([plane.clone() for plane in self.planes]), self.rope)
+            made = self.alike([self.copied(index) for index in range(len(self.planes))])
         made.padding = self.padding.clone() if self.padding else None
         return made
+
+    def copied(self, index: int) -> torch.Tensor:
+        """Return a copy of one plane, in pinned host memory if the plane belongs there."""
+        plane, spec = self.planes[index], self.spec.layout.planes[index]
+        return plane.clone() if not spec.host or self.device.type != "cuda" else self._pinned(plane)
+
+    def alike(self, planes: list[torch.Tensor]) -> Store:
+        """Return a store with the same facts around other planes."""
+        return Store.holding(self.spec, planes, self.rope)
 
     def select_rows(self, rows: torch.Tensor) -> Store:
         """Return a new store of the given batch rows; codes are copied, never re-encoded."""
