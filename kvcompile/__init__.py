@@ -17,8 +17,8 @@ __version__ = "0.1.0"
 __all__ = [
     "Backend", "Beyond", "Calibration", "Certified", "Certify", "CompressedCache", "Dense", "Fp8", "Granularity", "Int4", "Int8", "Kivi",
     "KvcompileError", "LearnSettings", "Learned", "Nf4", "Pair", "Policy", "Pool", "Report", "Scheme", "Squat", "StaticFp8", "StaticInt8",
-    "backend", "calibrate", "decoded", "explain", "fit", "fork", "learn", "load_scales", "load_tables", "named_backends",
-    "pool", "read_scales", "register", "require_divides", "save_scales", "save_tables",
+    "backend", "calibrate", "decoded", "explain", "fit", "fork", "learn", "load_cache", "load_scales", "load_tables", "named_backends",
+    "pool", "read_scales", "register", "require_divides", "save_cache", "save_scales", "save_tables",
 ]
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from kvcompile.extensions.static_scales.scheme import StaticFp8, StaticInt8
     from kvcompile.extensions.static_scales.storage import load_scales, save_scales
     from kvcompile.passes.plan.policy import Pair, Policy
+    from kvcompile.persistence.cache_file import load_cache, save_cache
     from kvcompile.persistence.fork import fork
     from kvcompile.report import Report
     from kvcompile.runtime.handle.tensor import CompressedCache, decoded
@@ -62,7 +63,7 @@ _PLACES = {
     "kvcompile.extensions.static_scales.scheme": ("StaticFp8", "StaticInt8"),
     "kvcompile.extensions.static_scales.storage": ("load_scales", "save_scales"),
     "kvcompile.passes.plan.policy": ("Pair", "Policy"),
-    "kvcompile.persistence.cache_file": ("save_cache"),
+    "kvcompile.persistence.cache_file": ("load_cache", "save_cache"),
     "kvcompile.persistence.fork": ("fork",),
     "kvcompile.report": ("Report",),
     "kvcompile.runtime.handle.tensor": ("CompressedCache", "decoded"),

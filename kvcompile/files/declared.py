@@ -75,6 +75,19 @@ def as_declared(kind: Any, value: Any, where: str = "the file") -> Any:
     return _plain(kind, value, where)
 
 
+def as_plain(value: Any) -> Any:
+    """Return a value as the plain data that ``as_declared`` converts back: dataclasses as dicts, enums as values, dtypes as names."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: as_plain(getattr(value, field.name)) for field in dataclasses.fields(value) if field.init}
+    if isinstance(value, Mapping):
+        return {key: as_plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_plain(item) for item in value]
+    if isinstance(value, enum.Enum):
+        return value.value
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+
+
 def unfit(where: str, expected: object, found: Any) -> FileUnfit:
     """Return the FileUnfit for the value ``found`` at ``where``, where ``expected`` was declared; a long value is shortened."""
     return FileUnfit(where=where, expected=expected, found=reprlib.repr(found))

@@ -43,6 +43,16 @@ STORED: dict[str, tuple[tuple[str, ...], str | None]] = {
 }
 """By module: its classes and functions that pickles of caches name, and the module that had them up to version 0.1."""
 
+FOREIGN: dict[str, tuple[str, ...]] = {
+    "transformers.cache_utils": (
+        "DummyLayer", "DynamicCache", "DynamicIndexedLayer", "DynamicLayer", "DynamicSlidingWindowLayer", "EncoderDecoderCache",
+        "LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer",
+        "LinearAttentionAndStaticFullAttentionLayer", "LinearAttentionAndStaticSlidingWindowAttentionLayer", "LinearAttentionLayer",
+        "StaticCache", "StaticIndexedLayer", "StaticLayer", "StaticSlidingWindowLayer",
+    ),
+}
+"""By module of another package: classes of caches, whose objects hold tensors and numbers, and no code that loading would run."""
+
 RENAMED: dict[str, dict[str, str]] = {
     "kvcompile.types": {"Half": "KeyOrValue"},
     "kvcompile.extensions.certified.scheme": {"Values": "ValueStorage"},
@@ -105,6 +115,8 @@ def install() -> None:
             gone = _Former(former)
             gone.names, gone.place = (*names, *renamed), module
             sys.modules.setdefault(former, gone)
+    for module, names in FOREIGN.items():
+        torch.serialization.add_safe_globals([(_stand_in(module, name), f"{module}.{name}") for name in names])
 
 
 def admit(*roots: type) -> None:

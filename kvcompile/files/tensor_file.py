@@ -20,7 +20,7 @@ DIGEST = "digest"
 class Entry:
     """One declared tensor: shape (None for any size), dtype, range of its elements; ``rising``: sorted along the last axis.
 
-    NaN and infinities are outside every range.
+    NaN and infinities are outside every range. ``any_bits``: codes or tokens, whose elements may be anything.
     """
 
     shape: tuple[int | None, ...]
@@ -28,6 +28,7 @@ class Entry:
     least: float = -math.inf
     most: float = math.inf
     rising: bool = False
+    any_bits: bool = False
 
     def check(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor unchanged. Raises FileUnfit if its shape, dtype, range or order is not as declared."""
@@ -37,6 +38,8 @@ class Entry:
         if not fits or tensor.dtype != self.dtype:
             shape = ", ".join("any" if size is None else str(size) for size in self.shape)
             raise FileUnfit(where=name, expected=f"{self.dtype} [{shape}]", found=f"{tensor.dtype} {list(tensor.shape)}")
+        if self.any_bits:
+            return tensor
         if not bool((tensor.isfinite() & (tensor >= self.least) & (tensor <= self.most)).all()):
             raise FileUnfit(where=name, expected=f"finite numbers from {self.least:g} to {self.most:g}", found="others among them")
         if self.rising and bool((tensor.diff(dim=-1) < 0).any()):

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import torch
 
-from kvcompile.errors import FileUnfit, SchemeError
+from kvcompile.errors import FileUnfit, KvcompileError
 from kvcompile.files.declared import AtLeast
 from kvcompile.files.json_file import parsed
 from kvcompile.files.tensor_file import DIGEST, Entry, digest, follow_umask, read_tensors
@@ -57,7 +57,7 @@ class ModelFile:
 
     mark: str
     holds: str
-    error: type[SchemeError]
+    error: type[KvcompileError]
     todo: str
 
     def write(self, path: str | Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
@@ -94,7 +94,7 @@ class ModelFile:
         except FileUnfit as error:
             raise self.refused(path, error) from error
 
-    def refused(self, path: str | Path, error: FileUnfit) -> SchemeError:
+    def refused(self, path: str | Path, error: FileUnfit) -> KvcompileError:
         """Return the kind's error for a file whose contents are not as declared."""
         return self.error(expected=f"a whole file of {self.holds}", found=f"{path}, which cannot be read ({error.fact})", todo=self.todo)
 

@@ -1,0 +1,68 @@
+"""Token hashes: which tokens a saved cache holds, without the tokens, and whether those of a caller are the same."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvcompile.errors import CacheUnfit
+
+Tokens = torch.Tensor | Sequence[int] | Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class TokenHashes:
+    """The number of tokens of each row of a cache, and a hash of each row's, 32 hex digits."""
+
+    length: int
+    rows: tuple[str, ...]
+
+    def differing(self, tokens: Tokens) -> str:
+        """Return in what ``tokens`` differ from those that were hashed, as found; "" if in nothing."""
+        ids = as_rows(tokens)
+        if len(ids) != len(self.rows):
+            return f"{len(ids)} rows of tokens"
+        if ids.shape[1] < self.length:
+            return f"{ids.shape[1]} tokens a row"
+        other = [row for row, (own, its) in enumerate(zip(hashes(ids[:, : self.length]), self.rows, strict=True)) if own != its]
+        return f"other tokens in row {', '.join(map(str, other))}" if other else ""
+
+
+def as_rows(tokens: Tokens) -> torch.Tensor:
+    """Return token ids as int64 [B, T] on the CPU. Raises CacheUnfit for what is not integers of one or two dims."""
+    ids = torch.as_tensor(tokens).detach().cpu()
+    if ids.is_floating_point() or ids.is_complex() or ids.dim() not in {1, 2}:
+        raise CacheUnfit(
+            expected="tokens= as integers [B, T] or [T]", found=f"{ids.dtype} {list(ids.shape)}",
+            todo="pass the ids that the model was called with",
+        )
+    return ids.to(torch.int64).reshape(-1, ids.shape[-1])
+
+
+def hashes(ids: torch.Tensor) -> tuple[str, ...]:
+    """Return a hash of each row of token ids, int64 [B, T] on the CPU."""
+    return tuple(hashlib.sha256(row.contiguous().numpy().tobytes()).hexdigest()[:32] for row in ids)
+
+
+def hashed(tokens: Tokens, sizes: Iterable[tuple[int, int]]) -> TokenHashes:
+    """Return the hashes of the tokens in a cache whose tensors have these (rows, lengths).
+
+    ``tokens``: ids of the cache's tokens, or more. Raises CacheUnfit if the tensors differ in them, or if there are fewer tokens.
+    """
+    found = set(sizes)
+    if len(found) != 1:
+        raise CacheUnfit(
+            expected="a cache whose tensors hold one number of tokens, to compare tokens= with",
+            found="tensors of (rows, tokens) " + ", ".join(map(str, sorted(found))),
+            todo="leave tokens= out, or save the parts by themselves",
+        )
+    (rows, length), ids = found.pop(), as_rows(tokens)
+    if len(ids) != rows or ids.shape[1] < length:
+        raise CacheUnfit(
+            expected=f"tokens= of {rows} rows and at least {length} tokens, as the cache has", found=list(ids.shape),
+            todo="pass the ids that the model was called with, prompt and answer, padding included",
+        )
+    return TokenHashes(length, hashes(ids[:, :length]))
