@@ -497,12 +497,30 @@ def run_kernel(
     return torch.where(total == 0, 0.0, (acc * weight).sum(0) / total).to(case.dtype)
 
 
+FACTORS = (1.0, 1.1, 1.3, 0.7, 0.9, 1.7, 1.9, 0.6)
+"""Queries are multiplied, and their scale is divided, by these: sums of float32 then round in other ways, by luck better or worse."""
+
+
+def eager_error(case: Case, args: dict) -> torch.Tensor:
+    """The largest error of the eager body in the case's dtype; in float32, of several calls that differ in how they round.
+
+    One alone may be lucky by a factor of fifty: a score of 20,000 is rounded to 0.002, and two nearly equal ones share weights by that.
+    """
+    found = []
+    for factor in FACTORS if case.dtype == torch.float32 else FACTORS[:1]:
+        given = {**args, "q": args["q"] * factor, "scale": args["scale"] / factor}
+        exact = attend_body(AttendOperands(**{**given, "q": given["q"].double()}), compute=torch.float64)
+        found.append((attend_body(AttendOperands(**given), compute=case.dtype).double() - exact).abs().max())
+    return torch.stack(found).max()
+
+
 def check(case: Case, out: torch.Tensor, args: dict, slack: float = 1.0) -> str | None:
     """None, or how far the result is off: at most twice the eager low-precision error plus one rounding band."""
     exact = attend_body(AttendOperands(**{**args, "q": args["q"].double()}), compute=torch.float64)
-    low = attend_body(AttendOperands(**args), compute=case.dtype).double()
     band = torch.finfo(case.dtype).eps * exact.abs().max()
-    allowed = 2 * slack * ((low - exact).abs().max() + band)
+    # Large scores are rounded once by the eager body, and by the kernel with the norm, with the scale and when the maximum is subtracted.
+    roundings = 3 if case.outlier and case.dtype == torch.float32 else 1
+    allowed = 2 * slack * (roundings * eager_error(case, args) + band)
     error = (out.double() - exact).abs().max()
     return None if error <= allowed else f"{case}: error {error:.3g}, allowed {allowed:.3g}"
 
