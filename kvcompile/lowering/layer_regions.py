@@ -133,9 +133,10 @@ def _repetitions(nodes: Sequence[fx.Node], kinds: Sequence[str]) -> Iterator[Rep
 
 
 def _runs(where: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield (first entry, distance, count) for each maximal sequence of equidistant entries of ``where``.
+    """Yield (value of the first entry, distance, count) for each maximal sequence of equidistant entries of the ascending ``where``.
 
-    Each sequence is also yielded without its first, its last, or both entries, since the nodes around those may differ.
+    Each sequence is also yielded without its first, its last, or both entries, since the nodes around those may differ. None has fewer than
+    ``LEAST_LAYERS`` entries; neighbouring sequences share an entry.
     """
     begin = 0
     for at in range(1, len(where)):

@@ -154,7 +154,7 @@ def _check_model(path: Path, held: str, model: torch.nn.Module | None) -> None:
 
 
 def _check_tokens(path: Path, held: TokenHashes | None, tokens: Tokens | None) -> None:
-    """Raise CacheUnfit unless the file has the hashes ``held`` of ``tokens``, or neither is given."""
+    """Raise CacheUnfit unless ``tokens`` begin with those of which the file has the hashes ``held``, or neither is given."""
     if held is None:
         if tokens is not None:
             raise CacheUnfit(

@@ -23,7 +23,10 @@ PIECES = (1, 62, 1, 1, 64, 70, 1)
 
 
 def poisoned(scheme: Scheme, spec: SlotSpec, batch: int, pages: int) -> list[torch.Tensor]:
-    """Return the planes of a store in which nothing was written, filled by ``unwritten``: NaN, or a byte pattern."""
+    """Return the planes of a store in which nothing was written: NaN or a byte pattern, the clock at no tokens, constants in place.
+
+    See ``unwritten``; planes that are calibrated are filled too.
+    """
     return [unwritten(scheme, spec, plane, pages, batch) for plane in scheme.layout(spec).planes]
 
 

@@ -294,7 +294,8 @@ def moved(scheme: Rules, layer: LayerBuckets, slot: SlotSpec, decision: Decision
 def _again(some: _BatchDecision, at: int, numbers: Sequence[int], slot_buckets: Buckets, number: int) -> Again | None:
     """Return the tokens of one slot that a move encodes from full-precision copies; None without tier 2.
 
-    ``numbers``: of the decision's ``numbers`` of this layer, those from the buckets' ends on. ``number``: 1 for keys, 2 for values.
+    ``at``: the layer's index in the decision. ``numbers``: the layer's row of the decision's ``numbers`` without its first three, so that
+    the buckets' ends come first. ``number``: 1 for keys, 2 for values.
     """
     if slot_buckets.originals is None:
         return None

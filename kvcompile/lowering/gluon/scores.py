@@ -12,9 +12,11 @@ from kvcompile.lowering.host.gluon_api import gl, gluon, mma_v2
 
 @gluon.jit
 def queries_of(Q, q_head, KEY: gl.constexpr, C: gl.constexpr):
-    """Return queries by (chunk, part) in natural order, [WARPS, chunk, 8], float16 of at most one in magnitude, and the scores' factor.
+    """Return one kv head's queries, and the factor that undoes their scaling in scores, float32 [WARPS, 8].
 
-    Columns are the query heads of one kv head, repeated if there are fewer.
+    Queries: one float16 block [WARPS, channels of a chunk, 8] for each (chunk, part), as ``KEY.firsts`` orders them, scaled to magnitudes
+    of at most one and down by the octaves ``KEY.lower``. All warps hold equal ones. Columns are the head's query heads, repeated if there
+    are fewer.
     """
     layout: gl.constexpr = operand(C.warps, 1, KEY.chunk // 4)
     channel = gl.arange(0, KEY.chunk, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))

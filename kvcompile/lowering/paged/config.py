@@ -135,7 +135,10 @@ def paged_config(given: PagedAttend, machine: Machine, packed: bool) -> PagedCon
 
 
 def query_rows(given: PagedAttend, group: int) -> int:
-    """Return the rows of queries of a kv head that a kernel is chosen for: up to a power of two, so that few kernels serve all calls."""
+    """Return the number of query rows of a kv head that a kernel is chosen for.
+
+    ``group`` for one query; for more, rounded up to a power of two, at most ``MOST_ROWS``, so that few kernels serve all calls.
+    """
     return group if given.max_queries == 1 else min(MOST_ROWS, 1 << (given.max_queries * group - 1).bit_length())
 
 

@@ -114,7 +114,7 @@ AS_WRITTEN = "as_written"
 
 
 def op_name(node: object) -> str:
-    """Return an operator's bare name, such as ``add`` for ``aten.add.Tensor``; '' if ``node`` is no call of an operator."""
+    """Return an operator's bare name, such as ``add`` for ``aten.add.Tensor``; '' for other nodes and calls marked ``AS_WRITTEN``."""
     if not isinstance(node, fx.Node) or node.op != "call_function" or AS_WRITTEN in node.meta:
         return ""
     target = node.target

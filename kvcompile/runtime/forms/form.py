@@ -262,7 +262,10 @@ class CacheForm(abc.ABC):
 
     @abc.abstractmethod
     def follows(self, counted: bool) -> bool:
-        """Return whether the host may assume that a call's tokens follow the previous call's, without reading positions."""
+        """Return whether the host may assume that a call's tokens follow the previous call's, without reading positions.
+
+        ``counted``: positions depend on the graph's own counters alone.
+        """
 
     def row(self, count: int, call: Call) -> FastPathSlot:
         """Return the cache tensor's ``FastPathSlot`` for steps of ``count`` new tokens."""

@@ -43,7 +43,7 @@ class Sliding(CacheForm):
     def start(self, state: CacheState, call: Call) -> int:
         """Return the first token's position: after the past that it is joined to, or 0 in a window that each call refills.
 
-        Raises CacheStale if that past was overwritten.
+        Raises CacheStale if that past was overwritten, Unsupported if the window has fewer slots than the call needs.
         """
         if self.kind.created:
             return state.length

@@ -91,7 +91,10 @@ def _given_away(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwar
 
 
 def _on_values(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the result of an operation on decoded copies, with views of the copies turned into views of the caches."""
+    """Return the result of an operation on decoded copies, with views of the copies turned into views of the caches.
+
+    Caches that it writes to become dense. If its result is a view that cannot be followed, all become dense and it runs on them instead.
+    """
     log.debug("%s outside compiled code reads a compressed cache: decoding it", name)
     operands = _Operands([])
     plain_args, plain_kwargs = tree_map(operands.plain, (args, kwargs))

@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def measure(arguments: argparse.Namespace, wanted: Sequence[tuple[str, str]], effort: Effort) -> Results:
-    """Return the results of (scheme, label) pairs, measured and saved one after the other.
+    """Return the results of (scheme, label) pairs in their order, saved after each one if ``--out`` is given; ``--jobs`` run at once.
 
     Ctrl-C ends it with the schemes measured so far; before the first one it passes through.
     """

@@ -34,7 +34,7 @@ class AnswerRule(enum.Enum):
     PARTS = "parts"
 
     def judge(self, task: str, expected: str, said: str) -> tuple[bool, float]:
-        """Return whether ``said`` is right, and the share of the answer's parts in it."""
+        """Return whether ``said`` is right, and the share of ``expected``'s parts that it has in any case; by LINE, in its first line."""
         kind = TASKS[task]
         parts = [part.decode() for part in kind.parts(expected.encode())]
         line, ended, _ = said.partition("\n")

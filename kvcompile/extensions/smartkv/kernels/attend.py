@@ -81,14 +81,15 @@ def _attended(
 ):
     """Return the softmax ``state`` updated by tokens ``first`` to ``stop`` - 1 of a bucket (SETTLED) or of the entering tokens.
 
-    TELLS: each score minus the reference is also written to SCORES [slots, ROWS], which ``finish`` reads. ``state``: sums of values,
-    running maximum, total of weights, largest score, reference. ``keys``, ``values``: pointers to codes and to scales. ``query``: queries
-    in eight runs, each row's excess (``operands_of``), the factor of its products and the number to add to its scores. ``b``, ``masks``:
-    see ``_masked``. KEY_BITS, VALUE_BITS: the tokens' widths. ``rows``: each row's query, head, existence, last token. ``places``: first,
-    stop, then four entries. For a bucket: the number to add to a token's index in its batch row, which gives its index in the head's codes;
-    the bytes of the low part of 3-bit codes, divided by C; a pointer to positions; whether positions are needed. For entering tokens: the
-    head's first token in a page; tokens of a page over all rows and heads; the position of the first; the last is unused. The loop carries
-    pointers, which cuts compile time to a fraction.
+    TELLS: each score minus the reference is also written to SCORES [slots, ROWS], which ``finish`` reads. ``state``: sums of values;
+    running maximum of scores plus the octaves of their tile's value scales; total of weights; largest score; reference, the largest score
+    of the first tile that has one. ``keys``, ``values``: pointers to codes and to scales. ``query``: queries in eight runs, each row's
+    excess (``operands_of``), the factor of its products and the number to add to its scores. ``b``, ``masks``: see ``_masked``. KEY_BITS,
+    VALUE_BITS: the tokens' widths. ``rows``: each row's query, head, existence, last token. ``places``: first, stop, then four entries.
+    For a bucket: the number to add to a token's index in its batch row, which gives its index in the head's codes; the bytes of the low
+    part of 3-bit codes, divided by C; a pointer to positions; whether positions are needed. For entering tokens: the head's first token in
+    a page; tokens of a page over all rows and heads; the position of entering token 0; the last is unused. The loop carries pointers,
+    which cuts compile time to a fraction.
     """
     TILE: tl.constexpr = WIDE if KEY_BITS == 8 or VALUE_BITS == 8 else 32 if DOT == tl.float32 else 64
     first, stop, begin, whole, where, asks = places

@@ -135,7 +135,7 @@ class _CalibrationRun:
         self.compiled = torch.compile(model, backend=self.backend, dynamic=False)
 
     def magnitudes(self, batches: list[Any], counted: bool) -> dict[SlotIdentity, Magnitudes]:
-        """Return the magnitudes of every slot. Raises NothingToLearn if there is none."""
+        """Return the magnitudes of every slot over all batches, with histograms if ``counted``. Raises NothingToLearn without any."""
         found: dict[SlotIdentity, Magnitudes] = {}
         self._pass(batches, lambda slot, tokens: found.setdefault(slot, Magnitudes(counted)).add(tokens))
         if found:

@@ -166,7 +166,7 @@ def _other(node: fx.Node, carried: fx.Node) -> object:
 
 
 def is_single(item: object) -> TypeGuard[fx.Node]:
-    """Return whether an operand is one real number for all scores, known only at run time: a float, or a tensor of one element."""
+    """Return whether an operand is one number for all scores, known only at run time: a float, or a float tensor of one element."""
     if not isinstance(item, fx.Node):
         return False
     value = value_of(item)
