@@ -161,6 +161,15 @@ def attend_as_the_body(*cases: Case) -> None:
             attends_as_the_body(case, Direct(False))
         except Exception as error:
             raise AssertionError(f"failed: {case}") from error
+    # A block that the window has left behind, and limits of which an int32 has nothing.
+    given, _, _ = call(Case("int8", limits=(63, 63, 47), window=20))
+    want = attend_blocks_body(*(getattr(given, field.name) for field in dataclasses.fields(given)))
+    given.table[:, 0], given.table[0, 1] = -1, 9 * PAGE
+    torch.testing.assert_close(attended(given, rows_of(given), Machine(3, 232448), Direct(False)), want, atol=4e-3, rtol=4e-3)
+    given, _, _ = call(Case("int8", limits=(70, 70, 39)))
+    given.hi[0], given.hi[1] = -(2**40), torch.iinfo(torch.int64).min
+    found = attended(given, rows_of(given), Machine(3, 232448), Direct(False))
+    assert not found[:2].any() and found[2].any(), "rows that see no token"
     given, _, _ = call(Case("int8", limits=(70, 70, 70)))
     given.table[1, 2] = 9 * PAGE // 16
     found = attended(given, rows_of(given), Machine(3, 232448), Direct(False))

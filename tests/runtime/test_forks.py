@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
+import pickle
 from typing import Any
 
 import pytest
@@ -96,6 +98,30 @@ def test_both_go_on_with_tokens_of_their_own(scheme: str, kind: str, first: str)
     assert same(talk.say(caches[second][0], 6, caches[second][1]), expected[second])
     assert same(values(fork), values(one)) and same(values(talk.cache), values(other))
     assert len(talk.backend.graphs) == graphs
+
+
+def through_a_file(caches: Any) -> Any:
+    """What ``torch.load`` makes of caches that ``torch.save`` wrote."""
+    file = io.BytesIO()
+    torch.save(caches, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("through", [lambda caches: pickle.loads(pickle.dumps(caches)), through_a_file], ids=["pickle", "torch.save"])
+@pytest.mark.parametrize("scheme", ["int8", "kivi(group=32,window=32)"])
+def test_forks_in_one_file_are_forks_again(scheme: str, through: Any) -> None:
+    """A file has the planes once, and so has the memory of who loads it, until one of them is written."""
+    talk = Talk(scheme)
+    one, other, again = copy.deepcopy(talk.cache), copy.deepcopy(talk.cache), copy.deepcopy(talk.cache)
+    expected = [talk.say(cache, 3, seed) for cache, seed in ((one, 3), (other, 4), (again, 5))]
+    caches = through((talk.cache, kvcompile.fork(talk.cache), kvcompile.fork(talk.cache)))
+    assert shared(caches[0], caches[1]) == shared(caches[1], caches[2]) > 0
+    found: list[list[torch.Tensor]] = [[], [], []]
+    for index in range(3):
+        for steps, cache, seed in zip(found, caches, (3, 4, 5), strict=True):
+            steps.append(talk.step(cache, prompt(ROWS, 1, 100 * seed + index)))
+    assert all(same(mine, want) for mine, want in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("scheme", ["gauss", "beyond(trained=False)"])

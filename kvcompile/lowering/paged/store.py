@@ -64,9 +64,14 @@ class CallRows:
 def rows_of(given: BlockOperands[torch.Tensor]) -> CallRows:
     """Return the rows of a call of ``attend_blocks``; a compiled graph fuses what is computed here."""
     batch = given.q.shape[0]
-    lengths = (given.hi.select(1, 0).clamp(max=FARTHEST) + 1).to(torch.int32)
+    lengths = (given.hi.select(1, 0).clamp(-1, FARTHEST) + 1).to(torch.int32)
     starts = torch.arange(batch + 1, dtype=torch.int32, device=given.q.device)
-    return CallRows(first_of(given.table, given.keys[0], given.every).contiguous(), lengths.expand(batch).contiguous(), starts)
+    first = first_of(given.table, given.keys[0], given.every)
+    if given.window:
+        # Kernels look at whole tiles of tokens: a block that the window has left behind may be given up, and is hidden whatever it is.
+        behind = torch.arange(1, first.shape[1] + 1, device=first.device) * given.every
+        first = torch.where(behind <= (lengths - given.window).unsqueeze(1), 0, first)
+    return CallRows(first.contiguous(), lengths.expand(batch).contiguous(), starts)
 
 
 def attend_of(given: BlockOperands[torch.Tensor], rows: CallRows) -> PagedAttend:

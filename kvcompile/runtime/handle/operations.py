@@ -17,6 +17,7 @@ from kvcompile.runtime.store.adaptive_store import store_class
 from kvcompile.runtime.store.dense_layout import tokens_of
 from kvcompile.runtime.store.live_caches import add_fork
 from kvcompile.runtime.store.parked_rows import in_one
+from kvcompile.runtime.store.shared_planes import joined
 from kvcompile.runtime.store.state import CacheState
 
 
@@ -168,10 +169,10 @@ def rebuild(
         raise OtherFormat(expected=FORMAT, found=form)
     stores = {}
     for part, (spec, planes) in parts.items():
-        stores[part] = store_class(spec).holding(spec, list(planes))
+        stores[part] = joined(store_class(spec).holding(spec, list(planes)))
         stores[part].pin()
         if padding and part in padding:
-            stores[part].padding = store_class(spec).holding(spec, list(padding[part]))
+            stores[part].padding = joined(store_class(spec).holding(spec, list(padding[part])))
     del device
     state = CacheState(axes, stores, length, slots=slots, grown=grown)
     # A cropped tensor of a state that advanced: its stores hold more tokens than it shows.

@@ -22,6 +22,26 @@ def forked(store: Store) -> Store:
     return made
 
 
+LOADED: weakref.WeakValueDictionary[int, Store] = weakref.WeakValueDictionary()
+"""Stores made from planes that were read from a pickle, by the identity of each plane."""
+
+
+def joined(store: Store) -> Store:
+    """Return a store made from planes of a pickle, which shares those that a store made before holds too.
+
+    A pickle has a tensor once, whatever number of forks hold it; loaded, it is one tensor again.
+    """
+    for plane in store.planes:
+        other = LOADED.get(id(plane))
+        # The identity of a plane that is no more may be that of another tensor.
+        if other is not None and other is not store and any(plane is held for held in other.planes):
+            family = weakref.WeakSet([other]) if other.family is None else other.family
+            other.family = store.family = family
+            family.add(store)
+        LOADED[id(plane)] = store
+    return store
+
+
 def own(store: Store, written: bool = True) -> bool:
     """Copy the planes that other stores hold too, before they are written; return whether any was copied.
 
