@@ -59,8 +59,7 @@ def lower_decode(operands: AttendOperands[Any]) -> Any:
 def machine_of(q: Any) -> tuple[torch.device, site.Machine]:
     """Return the device of the queries, with its multiprocessors and shared memory."""
     device = q.get_device()
-    properties: Any = torch.cuda.get_device_properties(device)
-    return device, site.Machine(properties.multi_processor_count, properties.shared_memory_per_block_optin)
+    return device, site.Machine.of(device)
 
 
 def layout_of(device: torch.device, operands: AttendOperands[Any], direct: bool, splits: int) -> Any:

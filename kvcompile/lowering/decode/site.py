@@ -23,6 +23,12 @@ class Machine:
     multiprocessors: int
     shared_memory: int
 
+    @staticmethod
+    def of(device: torch.device) -> Machine:
+        """Return the sizes of a CUDA device."""
+        properties: Any = torch.cuda.get_device_properties(device)
+        return Machine(properties.multi_processor_count, properties.shared_memory_per_block_optin)
+
 
 def formats_of(given: AttendOperands[Any], sizes: Sizes) -> tuple[KernelFormat, KernelFormat]:
     """Return the kernel formats of keys and values."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -107,9 +106,8 @@ class Cut:
 
 @functools.lru_cache(maxsize=16)
 def machine_of(device: torch.device) -> Machine:
-    """Return what the choice of kernels needs to know of a device."""
-    properties: Any = torch.cuda.get_device_properties(device)
-    return Machine(properties.multi_processor_count, properties.shared_memory_per_block_optin)
+    """Return the sizes of a CUDA device, read once, since each step asks for them."""
+    return Machine.of(device)
 
 
 def paged_config(given: PagedAttend, machine: Machine, packed: bool) -> PagedConfig:
