@@ -132,7 +132,10 @@ def _became(graph: fx.Graph, ours: Sequence[fx.Node], site: Site, count: int) ->
 
 
 def _refused(captured: Captured, refusal: Refusal) -> Listing:
-    """Return the captured nodes of a refused attention's module; if that is unknown, all nodes with softmax or attention in their name."""
+    """Return the listing "as captured" of a refused attention: the nodes of its module, with the refusal's evidence marked.
+
+    If the module is unknown or has no node, the nodes with softmax or attention in their name.
+    """
     nodes = [node for node in captured.graph.nodes if refusal.path and module_path(node) == refusal.path]
     shown = nodes or [node for node in captured.graph.nodes if "attention" in _name(node) or "softmax" in _name(node)]
     evidence = {node for node in shown if (node.format_node() or node.name) in refusal.evidence}

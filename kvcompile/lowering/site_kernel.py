@@ -51,7 +51,7 @@ class SiteKernel:
         return attend_source(self.config, self.batch, self.queries)
 
     def compiled(self, arch: str) -> list[dict[str, str | bytes]]:
-        """Return the stages of the kernel, compiled offline for ``arch`` (``decode.offline.compile_offline``)."""
+        """Return ``ttgir``, ``ptx`` and ``cubin`` of the kernel, compiled for ``arch`` (such as "sm_90") without a device."""
         return [compile_offline(self.source(), self.config, arch)]
 
 
@@ -68,7 +68,7 @@ class PrefillSite:
         return prefill_offline.prefill_source(self.config, self.batch, self.queries)
 
     def compiled(self, arch: str) -> list[dict[str, str | bytes]]:
-        """Return the stages of the kernel, compiled offline for ``arch`` (``prefill.offline.compile_offline``)."""
+        """Return ``ttgir``, ``ptx`` and ``cubin`` of the kernel, compiled for ``arch`` (such as "sm_90") without a device."""
         return [prefill_offline.compile_offline(self.source(), self.config, arch, self.batch, self.queries)]
 
 
@@ -110,7 +110,7 @@ class BlocksSite:
         return paged_source(self.config, dict(self.operands))
 
     def compiled(self, arch: str) -> list[dict[str, str | bytes]]:
-        """Return the stages of the kernel, compiled offline for ``arch`` (``decode.offline.compile_rendered``)."""
+        """Return ``ttgir``, ``ptx`` and ``cubin`` of the kernel, compiled for ``arch`` (such as "sm_90") without a device."""
         sums = Operand((1,), (1,), torch.float32)
         return [compile_rendered(self.source(), dict(self.operands), sums, self.config.tile, arch)]
 

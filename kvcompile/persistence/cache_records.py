@@ -38,7 +38,7 @@ class StoredPart:
     padded: bool
 
     def entries(self, name: str) -> Iterator[tuple[str, Entry]]:
-        """Yield name and shape of every plane in a file; ``name``: what the names begin with."""
+        """Yield (tensor name, declared shape and dtype) of each plane of this store in a file; names are ``name``/plane."""
         for plane in self.layout.planes:
             shape: tuple[int | None, ...] = plane.shape_of(None, self.rows, self.slot.heads)
             if plane.extent not in {Extent.TOKENS, Extent.STORE}:

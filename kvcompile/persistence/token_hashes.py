@@ -1,4 +1,4 @@
-"""Token hashes: which tokens a saved cache holds, without the tokens, and whether those of a caller are the same."""
+"""Token hashes: a hash of each row of token ids stands in a saved cache, and a caller's ids are compared with it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TokenHashes:
     rows: tuple[str, ...]
 
     def differing(self, tokens: Tokens) -> str:
-        """Return in what ``tokens`` differ from those that were hashed, as found; "" if in nothing."""
+        """Return the first difference of ``tokens`` from the hashed ones, as a text such as "3 rows of tokens"; "" if there is none."""
         ids = as_rows(tokens)
         if len(ids) != len(self.rows):
             return f"{len(ids)} rows of tokens"

@@ -27,7 +27,11 @@ def reference(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, *, bias: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None, scale: float, softcap: float = 0.0,
 ) -> torch.Tensor:
-    """Return softmax(q k' scale) v, in float64 over materialized scores; a sink is one more column that has no value."""
+    """Return softmax(q k' scale) v, float64 [B, H, S, Dv], computed over materialized scores; zeros for a query that sees no token.
+
+    ``q``: [B, H, S, D]; ``k``, ``v``: [B, K, T, D or Dv] with H a multiple of K. ``mask``: True where a query sees a token. ``bias``: added
+    to scores; ``sinks``: one logit a head, in the softmax like a token with a value of zero.
+    """
     groups = q.shape[1] // k.shape[1]
     k, v = (x.double().repeat_interleave(groups, dim=1) for x in (k, v))
     scores = q.double() @ k.transpose(-1, -2) * scale
@@ -105,7 +109,10 @@ class Problem:
         return planes[: scheme.format(SlotSpec(self.kv_heads, width, self.dtype, role)).planes]
 
     def mask(self, hi: torch.Tensor | None = None, **operands: Any) -> torch.Tensor:
-        """Return the tokens that ``attend`` lets each query see, bool [B or 1, H or 1, S, T], for the operands of ``arguments``."""
+        """Return bool [B or 1, H or 1, S, T], True where a query sees a token, by the limits and masks that ``arguments`` takes too.
+
+        ``operands``: ``lo``, ``keep`` and ``bias``, of which only a boolean bias hides tokens. ``hi``: None for the problem's own.
+        """
         t = torch.arange(self.tokens, device="cpu")
         mask = t <= (self.hi if hi is None else hi)[:, None, :, None]
         if operands.get("lo") is not None:

@@ -42,10 +42,10 @@ def _undisturbed(captured: Captured) -> Iterator[None]:
 
 
 def _tried(whole: Outline, number: Number, examples: Sequence[Any]) -> Verdict | None:
-    """Return the verdict on a program, in float64, or in float32 if it does not run in float64; None, untried, if its largest value has
-    more than MOST_ELEMENTS elements.
+    """Return the verdict of trials on a program; None, without a trial, if its largest tensor has more than MOST_ELEMENTS elements.
 
-    ``number`` maps every int of the program. Raises NotApart if the program cannot be run by itself.
+    Trials run in float64, and in float32 where the program does not run in float64 or float64 decides nothing. ``number`` maps every
+    int of the program. Raises NotApart if the program cannot be run by itself.
     """
     for dtype in (torch.float64, torch.float32):
         try:

@@ -124,7 +124,10 @@ def _signed_scale(x: torch.Tensor, half: int, dtype: torch.dtype) -> torch.Tenso
 
 
 def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return codes raised by 2^(b-1), int32 [..., 8, c], packed into bytes [..., c * bits]; b is ``bits``."""
+    """Return ``codes`` packed into uint8 [..., c * bits].
+
+    ``codes``: int32 [..., 8, c], eight runs of c channels, each code plus 2^(bits-1), so that none is negative. ``bits``: of a code.
+    """
     if bits == 3:
         run = codes.unbind(-2)
         words = run[0] | (run[1] << 3) | (run[2] << 6) | (run[3] << 9) | (run[4] << 12) | ((run[7] >> 2) << 15)

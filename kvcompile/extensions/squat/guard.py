@@ -25,7 +25,10 @@ plane from one that was never calibrated."""
 
 
 def split(real_RS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two masks [R, S] of each row's real queries: those from which to learn feedback, and the last ones, for the guard."""
+    """Return (learned, held out), masks [R, S] that split each row's real queries; held out is the last quarter, rounded up.
+
+    Feedback is learned from the first, and the guard judges it by the second.
+    """
     order, count = real_RS.cumsum(-1) - 1, real_RS.sum(-1, keepdim=True)
     learned = order < count - (count + HELD_OUT - 1) // HELD_OUT
     return real_RS & learned, real_RS & ~learned

@@ -1,4 +1,4 @@
-"""The settings of squat's source, by name: its own for LM-Eval, and those of its LongBench tables (its appendix E.2)."""
+"""Options of the squat scheme as SQuat's paper sets them: for LM-Eval (``PAPER``), and for LongBench by model (its appendix E.2)."""
 
 from __future__ import annotations
 
@@ -14,4 +14,4 @@ LONGBENCH: dict[tuple[str, bool], dict[str, Any]] = {
     ("mistral-7b", False): {"rank": 5, "lam": 1e-3, "subblock": 64},
     ("mistral-7b", True): {"rank": 20, "lam": 5e-4, "subblock": 64},
 }
-"""By model and by whether keys are stored before RoPE."""
+"""Options for LongBench by (model, pre_rope); ``pre_rope``: True where keys are stored before RoPE."""

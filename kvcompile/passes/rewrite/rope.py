@@ -46,7 +46,10 @@ class RopeTables:
         return self._at(emit, slot, slot.rope, self._place(emit, slot, position, origin))
 
     def operands(self, emit: Emitter, slot: SlotPlan) -> list[Any]:
-        """Emit attend's operands to rotate stored keys: tables of all positions, and the pairing of channels; [] without ``pre_rope``."""
+        """Return ``attend``'s operands ``rope`` and ``interleaved``, as graph nodes, emitted if need be; [] for keys stored after RoPE.
+
+        ``rope``: cos and sin of all positions of the store. ``interleaved``: whether channels are paired with their neighbours.
+        """
         if slot.rope is None:
             return []
         plane = self.planes.of(slot)[0]

@@ -144,7 +144,10 @@ def _alike(layers: Iterable[_Held]) -> Iterable[list[_Held]]:
 
 
 def _importance(layers: Sequence[_Held], held: Sequence[_Held]) -> torch.Tensor:
-    """Return a copy of the importance of the tokens of ``layers``, computed by their scheme; ``held``: all layers of the graph."""
+    """Return the importance of stored tokens, a new tensor that the scheme of ``layers`` computes from their planes.
+
+    ``layers``: layers that are alike. ``held``: all layers of the graph, of which the scheme also gets those that are alike.
+    """
     among = [tuple(item.keys.planes) for item in held if item.alike == layers[0].alike]
     return layers[0].keys.scheme.importance([tuple(item.keys.planes) for item in layers], layers[0].count, among)
 

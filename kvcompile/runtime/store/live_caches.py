@@ -22,7 +22,7 @@ MOST_KEPT = 256
 """Largest number of kept planes of dead caches before they are summed."""
 
 _EVERY: weakref.WeakSet[LiveCaches] = weakref.WeakSet()
-"""Those of all backends, in which a fork joins the cache that it was made from."""
+"""The live caches of all backends: a fork is added to the backends of the cache that it was made from."""
 
 
 class LiveCaches:

@@ -27,7 +27,7 @@ LOADED: weakref.WeakValueDictionary[int, Store] = weakref.WeakValueDictionary()
 
 
 def joined(store: Store) -> Store:
-    """Return a store made from planes of a pickle, which shares those that a store made before holds too.
+    """Return ``store``, made from planes of a pickle, as a fork of any earlier store that holds one of these planes.
 
     A pickle has a tensor once, whatever number of forks hold it; loaded, it is one tensor again.
     """

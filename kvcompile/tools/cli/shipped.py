@@ -17,6 +17,6 @@ def examples() -> Path:
 
 
 def require(folder: Path) -> None:
-    """Raise TargetError unless a shipped model is there."""
+    """Raise TargetError unless ``folder``, of a shipped model, has its config.json."""
     if not (folder / "config.json").is_file():
         raise TargetError(found=folder.name, why=f"the package does not have it ({folder}); run this in a clone of the repository")

@@ -80,7 +80,7 @@ class Parameters:
         return list(dict.fromkeys(path for path, _ in self.slots))
 
     def tables(self, fingerprint: str) -> ModelTables:
-        """Return the tables of the whole model, copied from the parameters; ``fingerprint``: the model's."""
+        """Return tables of levels and thresholds for every module, copied from the parameters; ``fingerprint``: that of the model."""
         sites = {path: SiteTables(*(self.slots[path, role].table() for role in (Role.KEY, Role.VALUE))) for path in self.paths}
         return ModelTables(sites, fingerprint, self.scheme.group)
 

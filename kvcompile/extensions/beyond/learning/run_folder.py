@@ -157,9 +157,9 @@ def _named(parameters: Parameters) -> dict[str, torch.Tensor]:
 
 
 def _declared(named: dict[str, torch.Tensor], names: frozenset[str]) -> dict[str, Entry]:
-    """Return what a checkpoint must hold, by name: the learned tensors ``named``, and Adam's state for each whose step count is stored.
+    """Return the tensors that a checkpoint must hold, by name, with shape, dtype and range.
 
-    ``names``: the tensors in the file.
+    ``named``: the learned tensors by name. ``names``: the tensors in the file; a learned tensor with a step count there has Adam's state.
     """
     found = {name: Entry(tuple(tensor.shape), tensor.dtype, rising=name.endswith("thresholds")) for name, tensor in named.items()}
     for name, tensor in named.items():

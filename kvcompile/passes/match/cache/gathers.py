@@ -45,7 +45,7 @@ class Gathered:
 
 @dataclass(frozen=True)
 class Indexed:
-    """The dims of the result of ``source[indices]``: which come from the source, and which from the broadcast index tensors.
+    """Layout of the result of ``source[indices]``: its dims are dims of the source or of the broadcast index tensors.
 
     ``used``: the source's indexed dims. ``shape``: of the broadcast index tensors, whose dims begin at dim ``first`` of the result.
     ``rest``: the source's dims that are not indexed.
