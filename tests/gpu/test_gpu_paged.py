@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from test_paged_kernels import APART, APPENDS, CASES, OF_TABLES, RAGGED, SCHEMES, Case, filled
+from test_paged_kernels import APART, APPENDS, CASES, OF_TABLES, RAGGED, SCHEMES, Case, asked, filled
 
 import kvcompile
 from kvcompile.serving.pools import Pool
@@ -44,12 +44,7 @@ def on_cuda(pool: Pool) -> Pool:
 @pytest.mark.parametrize("case", cases(), ids=lambda case: f"{case.keys}-{case.values}-{case.page}-{len(case.rows)}-{case.window}")
 def test_attention_is_that_of_the_body(case: Case) -> None:
     pool, table = filled(case)
-    counts = torch.tensor([count for _, count in case.rows])
-    start = torch.cat((torch.zeros(1), counts.cumsum(0))).to(case.table) + 1
-    lengths = torch.tensor([tokens for tokens, _ in case.rows], dtype=case.table)
-    heads = case.heads * case.group
-    q = torch.randn(int(start[-1]) + 1, heads, case.dim, generator=torch.Generator().manual_seed(2)).to(case.dtype)
-    sinks, most = torch.linspace(-1, 2, heads) if case.sinks else None, case.most or int(counts.max())
+    q, lengths, start, most, sinks = asked(case)
     masks = {"scale": 0.3, "softcap": case.softcap, "window": case.window}
     want, lse = pool.attend(q, table, lengths, start, most, sinks=sinks, **masks)
     moved = on_cuda(pool)

@@ -99,6 +99,16 @@ def filled(case: Case) -> tuple[Pool, torch.Tensor]:
     return pool, table
 
 
+def asked(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor | None]:
+    """Queries with one in no row ahead and one behind, lengths, query starts, ``max_queries`` and sinks of a call."""
+    counts = torch.tensor([count for _, count in case.rows])
+    start = torch.cat((torch.zeros(1), counts.cumsum(0))).to(case.table) + 1
+    lengths = torch.tensor([tokens for tokens, _ in case.rows], dtype=case.table)
+    heads = case.heads * case.group
+    q = torch.randn(int(start[-1]) + 1, heads, case.dim, generator=torch.Generator().manual_seed(2)).to(case.dtype)
+    return q, lengths, start, case.most or int(counts.max()), torch.linspace(-1, 2, heads) if case.sinks else None
+
+
 def attends_as_the_body(case: Case, launcher: Launcher = INTERPRETED) -> None:
     """Hold a call by kernels, which the launcher runs, to the eager body over the same pool."""
     from kvcompile.lowering.decode.site import Machine
@@ -106,12 +116,7 @@ def attends_as_the_body(case: Case, launcher: Launcher = INTERPRETED) -> None:
     from kvcompile.serving.kernels import attended, to_attend
 
     pool, table = filled(case)
-    counts = torch.tensor([count for _, count in case.rows])
-    start = torch.cat((torch.zeros(1), counts.cumsum(0))).to(case.table) + 1
-    lengths = torch.tensor([tokens for tokens, _ in case.rows], dtype=case.table)
-    heads = case.heads * case.group
-    q = torch.randn(int(start[-1]) + 1, heads, case.dim, generator=torch.Generator().manual_seed(2)).to(case.dtype)
-    sinks, most = torch.linspace(-1, 2, heads) if case.sinks else None, case.most or int(counts.max())
+    q, lengths, start, most, sinks = asked(case)
     tables, numbers = (table, lengths, start), (0.3, case.softcap, case.window)
     want = pool.attend(q, *tables, most, scale=0.3, softcap=case.softcap, window=case.window, sinks=sinks)
     given = to_attend(pool.layout, q, pool.data, tables, most, pool.key_tables, pool.value_tables, numbers, sinks)
