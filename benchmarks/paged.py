@@ -1,15 +1,15 @@
 """Attention and append over pages: one call of a serving engine by scheme, beside SDPA and the kernels over contiguous stores.
 
     python benchmarks/paged.py [--json FILE] [--schemes int4,int8,..] [--shapes 1x131072,16x32768,mixed] [--page 16] [--no-contiguous]
-        [--append 64,8192] [--prompt 2048,8192] [--limit SECONDS]
+        [--append 64,8192] [--prompt 2048,8192,2048/32768] [--limit SECONDS]
 
 H=32 query heads, K=8 kv heads, D=128, bfloat16 queries, one new token a row; blocks of a page in random order. "mixed": 64 rows of 1K to
 15K tokens. Medians over CUDA-graph replays, so launches are not counted. "Error": of the result, beside the operation's eager body, as a
 share of its norm, over the first rows. "Roof": the time that reading the rows' codes takes at 4.3 TB/s. "Contiguous": the compiled model's
 kernel of the same scheme over a store of the same lengths, for rows of equal length. SDPA: the faster of cuDNN and flash over contiguous
 bfloat16 keys and values of equal length; for mixed rows, the sum of tokens as one row. "Append": tokens of one layer, one for each of 64
-requests, or those of a prompt, which fill whole blocks. "Prompt": one row's tokens attend to themselves, beside SDPA's causal attention;
-the error is that of the newest 16 queries.
+requests, or those of a prompt, which fill whole blocks. "Prompt": one row's newest tokens attend to all, beside SDPA over keys and
+values with the causal mask of its newest tokens; 2048/32768: a piece of 2,048 tokens of 32,768. The error is that of the newest 16 queries.
 """
 
 from __future__ import annotations
@@ -99,24 +99,32 @@ def append_row(scheme: str, tokens: int, page: int) -> dict[str, Any]:
     return {"append": tokens, "scheme": scheme, "page": page, "us": us, "x_bytes": us / (size / bench.BANDWIDTH * 1e6)}
 
 
-def prompt_row(scheme: str, tokens: int, page: int) -> dict[str, Any]:
-    """Milliseconds of the attention of a prompt over its codes, beside SDPA over its keys and values."""
+def prompt_row(scheme: str, given: str, page: int) -> dict[str, Any]:
+    """Milliseconds of the attention of a prompt's newest tokens over codes, beside SDPA over keys and values."""
+    new, tokens = (int(text) for text in (given.split("/") * 2)[:2])
     pool, tables = filled(scheme, [tokens], page)
-    tables[2] = torch.tensor([0, tokens], dtype=torch.int32, device="cuda")
-    q, k, v = (torch.randn(1, heads, tokens, bench.D, device="cuda", dtype=torch.bfloat16) for heads in (bench.H, bench.K, bench.K))
-    dense = bench.graph_ms(lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True), 3, 5)
+    tables[2] = torch.tensor([0, new], dtype=torch.int32, device="cuda")
+    q = torch.randn(1, bench.H, new, bench.D, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn(2, 1, bench.K, tokens, bench.D, device="cuda", dtype=torch.bfloat16).unbind()
+    mask = torch.nn.attention.bias.causal_lower_right(new, tokens)
+
+    def stock() -> torch.Tensor:
+        masked = {"is_causal": True} if new == tokens else {"attn_mask": mask}
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, **masked, enable_gqa=True)
+
+    dense = bench.graph_ms(stock, 3, 5)
     rows = q[0].transpose(0, 1).contiguous()
     # The newest queries alone see what they see among all.
     newest = [tables[0], tables[1], torch.tensor([0, 16], dtype=torch.int32, device="cuda")]
-    found = pool.attend(rows, *tables, tokens)[0][-16:]
+    found = pool.attend(rows, *tables, new)[0][-16:]
     wanted, _ = paged_attend_body(
         rows[-16:], pool.data, *newest, 16, pool.text, list(pool.key_tables), list(pool.value_tables), bench.D**-0.5
     )
     error = float((found.float() - wanted.float()).norm() / wanted.float().norm())
-    row: dict[str, Any] = {"prompt": tokens, "scheme": scheme, "page": page, "error": error}
+    row: dict[str, Any] = {"prompt": given, "scheme": scheme, "page": page, "error": error}
     if not error < 2e-2:
         return {**row, "wrong": True}
-    ms = bench.graph_ms(lambda: pool.attend(rows, *tables, tokens), 3, 5)
+    ms = bench.graph_ms(lambda: pool.attend(rows, *tables, new), 3, 5)
     return {**row, "ms": ms, "sdpa_ms": dense, "of_sdpa": dense / ms}
 
 
@@ -138,7 +146,7 @@ def main() -> None:
     parser.add_argument("--shapes", default="1x131072,16x32768,mixed")
     parser.add_argument("--page", type=int, default=16)
     parser.add_argument("--append", default="64,8192")
-    parser.add_argument("--prompt", default="2048,8192")
+    parser.add_argument("--prompt", default="2048,8192,2048/32768")
     parser.add_argument("--no-contiguous", action="store_true")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds after which nothing new is begun")
     options = parser.parse_args()
@@ -166,9 +174,9 @@ def main() -> None:
     for tokens in filter(None, options.append.split(",")):
         for scheme in options.schemes.split(","):
             measured(append_row, scheme, int(tokens), options.page)
-    for tokens in filter(None, options.prompt.split(",")):
+    for given in filter(None, options.prompt.split(",")):
         for scheme in options.schemes.split(","):
-            measured(prompt_row, scheme, int(tokens), options.page)
+            measured(prompt_row, scheme, given, options.page)
     if options.json:
         options.json.write_text(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}, indent=1))
 

@@ -2,6 +2,8 @@
 
     no kernel     heads whose sizes an append kernel does not take are encoded in torch; pages that are no multiple of 16 tokens, and pools
                   that begin at no multiple of 16 bytes, are attended to in torch
+    prompts       requests with 128 queries or more are decoded into a scratch, over which torch runs flash attention; not in float32,
+                  with a softcap, or with heads above 256 channels
     rotations     of tokens before they are encoded, of queries, and of results: a kernel of their own
 
 Nothing here waits for the device. ``runs`` says what runs, and why.
@@ -52,6 +54,7 @@ def to_append(
 def to_attend(
     made: BlockLayout, q: torch.Tensor, pool: torch.Tensor, tables: Sequence[torch.Tensor], max_queries: int,
     key_tables: Sequence[torch.Tensor], value_tables: Sequence[torch.Tensor], numbers: tuple[float, float, int], sinks: torch.Tensor | None,
+    max_length: int = 0,
 ) -> PagedAttend:
     """Return the operands as the kernels take them, queries rotated if keys are.
 
@@ -64,15 +67,18 @@ def to_attend(
     block_table, lengths, query_start = (table.contiguous() for table in tables)
     return PagedAttend(
         q, keys, key_tables, values, value_tables, block_table, lengths, query_start, max_queries, made.keys.spec(), made.values.spec(),
-        made.value_dim, *numbers, sinks,
+        made.value_dim, *numbers, sinks, max_length,
     )
 
 
 def attended(made: BlockLayout, given: PagedAttend, machine: Machine, launcher: Launcher) -> tuple[torch.Tensor, torch.Tensor]:
     """Return results [T, H, Dv], rotated back if values are rotated, and log-sums [T, H]."""
     from kvcompile.lowering.paged.attend import attend_by_kernels
+    from kvcompile.lowering.paged.prompts import attend_with_prompts, flashes, plan_of
 
-    out, lse = attend_by_kernels(given, machine, launcher)
+    plan = plan_of(given, launcher.cuda) if flashes(given.q.device) else None
+    found = attend_by_kernels(given, machine, launcher) if plan is None else attend_with_prompts(given, plan, machine, launcher)
+    out, lse = found
     return turned(out, made.values.rotation(made.value_slot)), lse
 
 
@@ -112,7 +118,7 @@ def appended(
 def attend_on_cuda(
     q: torch.Tensor, pool: torch.Tensor, block_table: torch.Tensor, lengths: torch.Tensor, query_start: torch.Tensor, max_queries: int,
     layout: str, key_tables: list[torch.Tensor], value_tables: list[torch.Tensor], scale: float, softcap: float = 0.0, window: int = 0,
-    sinks: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None, max_length: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``kvcompile::paged_attend`` on CUDA: by kernels, or by the eager body for pools that they do not take."""
     from kvcompile.lowering.paged.config import machine_of, refusal
@@ -121,7 +127,7 @@ def attend_on_cuda(
     made.require_pool(pool)
     operations.require_rows(made, q, block_table, lengths, query_start)
     tables, numbers = (block_table, lengths, query_start), (scale, softcap, window)
-    given = to_attend(made, q, pool, tables, max_queries, key_tables, value_tables, numbers, sinks)
+    given = to_attend(made, q, pool, tables, max_queries, key_tables, value_tables, numbers, sinks, max_length)
     if refusal(given) is not None:
         return operations.paged_attend_body(
             q, pool, *tables, max_queries, layout, key_tables, value_tables, scale, softcap, window, sinks

@@ -16,6 +16,8 @@ Operands
     query_start  int [R + 1]: row r has the queries query_start[r] to query_start[r + 1] - 1, which are its newest tokens; queries outside
                  of all rows give zeros, as padding of a captured graph
     max_queries  the most queries of a row. If a row has more, the result for its queries beyond is NaN
+    max_length   the most tokens of a row, which kernels allocate for; 0: as many as the table's blocks hold. If a row has more, the results
+                 for its queries may be NaN
     window       each query sees this many tokens up to its own; 0: all
     softcap, sinks, scale  as in ``kvcompile::attend``
     layout       ``BlockLayout.text``
@@ -44,7 +46,8 @@ LIBRARY.define(
 )
 LIBRARY.define(
     "paged_attend(Tensor q, Tensor pool, Tensor block_table, Tensor lengths, Tensor query_start, SymInt max_queries, str layout,"
-    " Tensor[] key_tables, Tensor[] value_tables, float scale, float softcap=0.0, int window=0, Tensor? sinks=None) -> (Tensor, Tensor)"
+    " Tensor[] key_tables, Tensor[] value_tables, float scale, float softcap=0.0, int window=0, Tensor? sinks=None,"
+    " SymInt max_length=0) -> (Tensor, Tensor)"
 )
 
 
@@ -102,7 +105,7 @@ def encoded(scheme: Scheme, slot: SlotSpec, x_TKD: torch.Tensor, tables: Sequenc
 def paged_attend_body(
     q: torch.Tensor, pool: torch.Tensor, block_table: torch.Tensor, lengths: torch.Tensor, query_start: torch.Tensor, max_queries: int,
     layout: str, key_tables: list[torch.Tensor], value_tables: list[torch.Tensor], scale: float, softcap: float = 0.0, window: int = 0,
-    sinks: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None, max_length: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (results [T, H, Dv] in q's dtype, log-sums float32 [T, H]) of attention of queries q [T, H, D] over blocks of ``pool``.
 
@@ -167,7 +170,7 @@ def paged_append_meta(
 def paged_attend_meta(
     q: torch.Tensor, pool: torch.Tensor, block_table: torch.Tensor, lengths: torch.Tensor, query_start: torch.Tensor, max_queries: int,
     layout: str, key_tables: list[torch.Tensor], value_tables: list[torch.Tensor], scale: float, softcap: float = 0.0, window: int = 0,
-    sinks: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None, max_length: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return empty tensors of the results' shapes: [T, H, Dv] in q's dtype, [T, H] float32."""
     return q.new_empty(q.shape[0], q.shape[1], layout_of(layout).value_dim), q.new_empty(q.shape[0], q.shape[1], dtype=torch.float32)

@@ -51,6 +51,7 @@ class Pool:
     def attend(
         self, q: torch.Tensor, block_table: torch.Tensor, lengths: torch.Tensor, query_start: torch.Tensor, max_queries: int, *,
         scale: float | None = None, softcap: float = 0.0, window: int = 0, sinks: torch.Tensor | None = None,
+        max_length: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (results [T, H, Dv], log-sums [T, H]) of attention with queries [T, H, D] over rows of blocks.
 
@@ -59,6 +60,7 @@ class Pool:
         return operations.paged_attend(
             q, self.data, block_table, lengths, query_start, max_queries, self.text, list(self.key_tables),
             list(self.value_tables), self.layout.head_dim**-0.5 if scale is None else scale, softcap, window, sinks,
+            max_length,
         )
 
 

@@ -30,7 +30,8 @@ MOST_ROWS = 128
 class PagedAttend:
     """Operands of ``kvcompile::paged_attend``, with the pool as planes [blocks, K, page, width] and constant planes behind them.
 
-    ``q``: rotated, if the keys are; ``block_table`` [R, N], ``lengths`` [R] and ``query_start`` [R + 1] are contiguous.
+    ``q``: rotated, if the keys are; ``block_table`` [R, N], ``lengths`` [R] and ``query_start`` [R + 1] are contiguous. ``max_length``: 0
+    for as many tokens as the table's blocks have.
     """
 
     q: torch.Tensor
@@ -49,6 +50,7 @@ class PagedAttend:
     softcap: float
     window: int
     sinks: torch.Tensor | None
+    max_length: int = 0
 
     @property
     def kv_heads(self) -> int:

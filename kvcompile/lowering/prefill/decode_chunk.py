@@ -10,6 +10,10 @@ readers mask their stale content.
 
 from __future__ import annotations
 
+import dataclasses
+
+import torch
+
 from kvcompile.lowering.codegen.expressions import TRITON_TYPES
 from kvcompile.lowering.prefill.config import PrefillConfig
 from kvcompile.lowering.prefill.slot import PAIR, TileSlot
@@ -21,6 +25,18 @@ TOKENS = 64
 """Tokens of one program."""
 
 WARPS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeTo:
+    """Where decoded tokens of one slot go: ``pointers`` is an expression [TOKENS, 1] of their first channels, in ``dtype``.
+
+    ``page_rows``: tokens of a page of the planes.
+    """
+
+    pointers: str
+    dtype: torch.dtype
+    page_rows: int
 
 
 def planes_of(letter: str, slot: TileSlot | TableSlot) -> tuple[str, ...]:
@@ -53,15 +69,20 @@ def decode_source(config: PrefillConfig) -> str:
         f"i = tl.arange(0, {TOKENS})", f"page = ((t0 + i) // {config.page_rows}).to(tl.int64)", f"at = (t0 + i) % {config.page_rows}",
     ]
     for number, (letter, slot) in enumerate(zip("KV", config.decoded, strict=True)):
-        body += [f"if tl.program_id(2) == {number}:", *(f"    {line}" for line in _slot(config, letter, slot))]
+        rows = f"((b * {config.kv_heads} + h) * {config.chunk} + row) * {slot.dim} + i[:, None] * {slot.dim}"
+        to = DecodeTo(f"{letter}_OUT + {rows}", config.dtype, config.page_rows)
+        body += [f"if tl.program_id(2) == {number}:", *(f"    {line}" for line in decode_statements(letter, slot, to))]
     head = ["import triton", "import triton.language as tl", "", "", "@triton.jit"]
     return "\n".join([*head, f"def {KERNEL}({', '.join((*pointers, *integers))}):", *(f"    {line}" for line in body)]) + "\n"
 
 
-def _slot(config: PrefillConfig, letter: str, slot: TileSlot | TableSlot) -> list[str]:
-    """Return statements that decode one slot's tokens and store them."""
+def decode_statements(letter: str, slot: TileSlot | TableSlot, to: DecodeTo) -> list[str]:
+    """Return statements that decode TOKENS tokens of one slot and store them.
+
+    They read ``b``, ``h``, ``t0``, the first token's position, ``i``, ``page`` and ``at``, blocks [TOKENS], of the program.
+    """
     if isinstance(slot, TableSlot):
-        return _indices(config, letter, slot)
+        return _indices(letter, slot, to)
     name, words = letter.lower(), f"{letter}_WORDS"
     row = PAIR * slot.words
     groups = max(1, slot.scales * row // slot.dim)
@@ -73,20 +94,15 @@ def _slot(config: PrefillConfig, letter: str, slot: TileSlot | TableSlot) -> lis
     ]
     if slot.block > 1:
         lines += [
-            f"{name}_i = tl.arange(0, {blocks}) * {slot.block}", f"{name}_page = ((t0 + {name}_i) // {config.page_rows}).to(tl.int64)",
-            f"{name}_at = (t0 + {name}_i) % {config.page_rows} // {slot.block}",
+            f"{name}_i = tl.arange(0, {blocks}) * {slot.block}", f"{name}_page = ((t0 + {name}_i) // {to.page_rows}).to(tl.int64)",
+            f"{name}_at = (t0 + {name}_i) % {to.page_rows} // {slot.block}",
         ]
     else:
         lines += [f"{name}_page = page", f"{name}_at = at"]
-    lines.append(_output(config, letter, slot.dim))
+    lines.append(f"{name}_out = {to.pointers}")
     for part in range(slot.dim // row):
-        lines += _part(letter, slot, part, groups, blocks, TRITON_TYPES[config.dtype])
+        lines += _part(letter, slot, part, groups, blocks, TRITON_TYPES[to.dtype])
     return lines
-
-
-def _output(config: PrefillConfig, letter: str, dim: int) -> str:
-    """Return the statement that computes the pointers to a program's tokens in the scratch."""
-    return f"{letter.lower()}_out = {letter}_OUT + ((b * {config.kv_heads} + h) * {config.chunk} + row) * {dim} + i[:, None] * {dim}"
 
 
 def _load(letter: str, plane: str, groups: int, first: int) -> str:
@@ -96,12 +112,12 @@ def _load(letter: str, plane: str, groups: int, first: int) -> str:
     return f"tl.load({plane} + {place} + tl.arange(0, {groups})[None, :] + {first}).to(tl.float32)"
 
 
-def _indices(config: PrefillConfig, letter: str, slot: TableSlot) -> list[str]:
+def _indices(letter: str, slot: TableSlot, to: DecodeTo) -> list[str]:
     """Return statements that decode the tokens of a slot of table indices and store them."""
     name, row = letter.lower(), slot.row
     groups = max(1, row // slot.fmt.group)
     cut = f"({TOKENS}, 1, {groups}, {row // groups})"
-    lines = [f"{name}_page = page", f"{name}_at = at", *slot.words(name, f"{letter}_WORDS"), _output(config, letter, slot.dim)]
+    lines = [f"{name}_page = page", f"{name}_at = at", *slot.words(name, f"{letter}_WORDS"), f"{name}_out = {to.pointers}"]
     for part in range(slot.fmt.parts):
         first = part * row // slot.fmt.group
         lines += [
@@ -110,8 +126,8 @@ def _indices(config: PrefillConfig, letter: str, slot: TableSlot) -> list[str]:
         ]
         if slot.zeros:
             lines.append(f"value = value + {_load(letter, f'{letter}_ZEROS', groups, first)}[:, None, :, None]")
-        to = f"{name}_out + ({part * row} + tl.arange(0, {row}))[None, :]"
-        lines.append(f"tl.store({to}, value.reshape({TOKENS}, {row}).to({TRITON_TYPES[config.dtype]}))")
+        there = f"{name}_out + ({part * row} + tl.arange(0, {row}))[None, :]"
+        lines.append(f"tl.store({there}, value.reshape({TOKENS}, {row}).to({TRITON_TYPES[to.dtype]}))")
     return lines
 
 

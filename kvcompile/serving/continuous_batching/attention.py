@@ -26,6 +26,7 @@ class StepTables:
     lengths: torch.Tensor
     query_start: torch.Tensor
     max_queries: int
+    max_length: int
 
 
 def attend_codes(
@@ -41,6 +42,7 @@ def attend_codes(
     out, _ = pool.attend(
         query[0].transpose(0, 1), tables.block_table, tables.lengths, tables.query_start, tables.max_queries, scale=scaling,
         softcap=passed.get("softcap") or 0.0, window=window_of(allocator, layer, passed), sinks=passed.get("s_aux"),
+        max_length=tables.max_length,
     )
     return out[None]  # type: ignore[no-any-return]
 
@@ -71,7 +73,7 @@ def _step_tables(arguments: CallNames, allocator: Any, passed: Mapping[str, Any]
         table = passed["block_table"][index]
         last = lengths - 1
         block = table.gather(1, (last.clamp(min=0) // page).to(torch.int64)[:, None])[:, 0]
-        return StepTables(torch.where(last >= 0, block * page + last % page, -1), table, lengths, start, 1)
+        return StepTables(torch.where(last >= 0, block * page + last % page, -1), table, lengths, start, 1, 0)
     slots, read = passed["write_index"][index], passed["read_index"][index]
     place = torch.arange(-(-longest // page), device=slots.device)
     if read.shape[0]:
@@ -79,7 +81,7 @@ def _step_tables(arguments: CallNames, allocator: Any, passed: Mapping[str, Any]
         table = read[(((blocks.cumsum(0) - blocks)[:, None] + place).clamp(max=read.shape[0] - 1))]
     else:
         table = slots[(start[:-1, None] + place * page).clamp(max=slots.shape[0] - 1)] // page
-    return StepTables(slots, table, lengths, start, passed[arguments.queries])
+    return StepTables(slots, table, lengths, start, passed[arguments.queries], longest)
 
 
 def window_of(allocator: Any, layer: int, passed: Mapping[str, Any]) -> int:

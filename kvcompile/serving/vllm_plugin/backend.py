@@ -41,6 +41,7 @@ class CodesMetadata(AttentionMetadata):
     lengths: torch.Tensor
     query_start: torch.Tensor
     max_queries: int
+    max_length: int
     tokens: int
 
 
@@ -132,7 +133,8 @@ class CodesBuilder(AttentionMetadataBuilder[CodesMetadata]):
                 engine=ENGINE, expected="causal attention", found=f"causal={common.causal!r}", todo=f"unset {VARIABLE} for this model"
             )
         return CodesMetadata(
-            common.block_table_tensor, common.seq_lens, common.query_start_loc, common.max_query_len, common.num_actual_tokens
+            common.block_table_tensor, common.seq_lens, common.query_start_loc, common.max_query_len, common.max_seq_len,
+            common.num_actual_tokens,
         )
 
 
@@ -184,7 +186,7 @@ class CodesImpl(AttentionImpl[CodesMetadata]):
         pool = self.pool_of(kv_cache, query.dtype, dim)
         attended, _ = pool.attend(
             q, step.block_table, step.lengths, step.query_start, step.max_queries, scale=self.scale, softcap=self.softcap,
-            window=self.window, sinks=self.sinks,
+            window=self.window, sinks=self.sinks, max_length=step.max_length,
         )
         output.view(-1, self.num_heads, dim)[: step.tokens].copy_(attended)
         return output

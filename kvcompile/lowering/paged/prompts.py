@@ -1,0 +1,253 @@
+"""Attention of requests with long prompts over blocks: their codes are decoded once into a scratch, over which flash attention runs.
+
+The kernel of steps decodes a tile of codes again for every 16 or 64 rows of queries; from a hundred queries on that costs more than the
+products. Requests with fewer queries than ``PromptPlan.least`` go through the kernel of steps, in the same call.
+
+    places     a request with a long prompt gets the next of ``PromptPlan.places`` places, found by the device; no more can be long, since
+               all requests together have as many queries as the call
+    scratch    ``PromptPlan.room`` tokens a place: the bound of a request's length that the host knows. ``PromptPlan.heads`` kv heads at
+               a time, so that it has at most ``MOST_SCRATCH`` bytes
+
+Nothing waits for the device.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# ruff: noqa: ANN001, ANN202, N803, PLR0913 - kernels: operands are pointers and constants in capitals.
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+
+from kvcompile.lowering.decode.site import Machine
+from kvcompile.lowering.host.launches import Launcher
+from kvcompile.lowering.paged import decode_rows
+from kvcompile.lowering.paged.attend import attend_by_kernels
+from kvcompile.lowering.paged.config import PagedAttend
+from kvcompile.lowering.paged.merge import LOG_2E, request_of_query
+from kvcompile.lowering.paged.splits import WIDTH
+from kvcompile.lowering.prefill.decode_chunk import TOKENS
+from kvcompile.types import Role
+
+LEAST = 128
+"""Queries of a request from which on its codes are decoded into the scratch."""
+MOST_SCRATCH = 1 << 29
+"""Most bytes of the scratch."""
+WIDEST = 256
+"""Most channels of a head that flash attention takes."""
+OLDEST = (8, 0)
+"""The first CUDA capability that has it."""
+MERGED_HEADS = 32
+"""Heads of a program that takes results over."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptPlan:
+    """How a call with long prompts is run: the fewest queries of a long one, places, tokens of a place, kv heads at a time, slots."""
+
+    least: int
+    places: int
+    room: int
+    heads: int
+    slots: tuple[decode_rows.Decoded, decode_rows.Decoded]
+
+
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """Tensors of a call, int32, that say which request is at which place.
+
+    By place: ``requests`` and ``lengths`` (0: nobody is there), ``wrong`` (1: of blocks that the pool does not have). By request: ``place``
+    (-1: it is not long), ``used``, its tokens in the scratch, ``others``, its tokens for the kernel of steps, one of both 0. By request
+    and one more: ``queries`` and ``keys``, its first row of the queries and of the scratch.
+    """
+
+    requests: torch.Tensor
+    lengths: torch.Tensor
+    wrong: torch.Tensor
+    place: torch.Tensor
+    used: torch.Tensor
+    others: torch.Tensor
+    queries: torch.Tensor
+    keys: torch.Tensor
+
+
+@functools.lru_cache(maxsize=16)
+def flashes(device: torch.device) -> bool:
+    """Return whether torch's flash attention runs on the device."""
+    built = torch.backends.cuda.is_flash_attention_available()
+    return device.type == "cuda" and built and torch.cuda.get_device_capability(device) >= OLDEST
+
+
+Flash = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Places, PagedAttend, PromptPlan], tuple[torch.Tensor, torch.Tensor]]
+"""Attention of q [T, H, D] over the scratch; gives results [T, H, Dv] and log-sums [H, T], of requests at a place alone."""
+
+
+def plan_of(given: PagedAttend, packed: bool) -> PromptPlan | None:
+    """Return how the call is run, None if all of it goes through the kernel of steps; depends on sizes alone.
+
+    ``packed``: codes may be unpacked by inline PTX.
+    """
+    dtype, dim = given.q.dtype, given.q.shape[2]
+    fits = dtype in {torch.float16, torch.bfloat16} and dim == given.value_dim and dim % 8 == 0 and dim <= WIDEST
+    if given.max_queries < LEAST or given.q.shape[0] < LEAST or not fits or given.softcap:
+        return None
+    key = decode_rows.decoded_slot(given.key_scheme, Role.KEY, dim, given.keys[0].dtype, dtype, packed)
+    value = decode_rows.decoded_slot(given.value_scheme, Role.VALUE, dim, given.values[0].dtype, dtype, packed)
+    if key is None or value is None:
+        return None
+    room = -(-(given.max_length or given.block_table.shape[1] * given.page) // TOKENS) * TOKENS
+    least, head = LEAST, room * 2 * dim * dtype.itemsize
+    while (places := min(given.block_table.shape[0], given.q.shape[0] // least)) * head > MOST_SCRATCH:
+        least *= 2
+        if least > given.max_queries:
+            return None
+    return PromptPlan(least, places, room, min(given.kv_heads, MOST_SCRATCH // (places * head)), (key, value))
+
+
+@triton.jit(do_not_specialize=["requests", "places", "ROOM", "LEAST"])
+def place_requests(
+    LENGTHS, QUERY_START, REQUESTS, PLACE_LENGTHS, PLACE, USED, OTHERS, QUERIES, KEYS, requests, places, ROOM, LEAST,
+):
+    """Write ``Places``; one program. A request with LEAST queries or more is long."""
+    seen = 0
+    i = tl.arange(0, WIDTH)
+    for at in tl.range(0, places, WIDTH, num_stages=1):
+        tl.store(REQUESTS + at + i, -1, mask=at + i < places)
+        tl.store(PLACE_LENGTHS + at + i, 0, mask=at + i < places)
+    tl.debug_barrier()
+    for at in tl.range(0, requests, WIDTH, num_stages=1):
+        row = at + i
+        there = row < requests
+        first = tl.load(QUERY_START + row, mask=there, other=0).to(tl.int32)
+        count = tl.load(QUERY_START + row + 1, mask=there, other=0).to(tl.int32) - first
+        length = tl.load(LENGTHS + row, mask=there, other=0).to(tl.int32)
+        long = there & (count >= LEAST)
+        place = tl.cumsum(long.to(tl.int32), 0) - 1 + seen
+        seen += tl.sum(long.to(tl.int32), 0)
+        held = tl.where(long, tl.maximum(tl.minimum(length, ROOM), 0), 0)
+        tl.store(REQUESTS + place, row, mask=long)
+        tl.store(PLACE_LENGTHS + place, held, mask=long)
+        tl.store(PLACE + row, tl.where(long, place, -1), mask=there)
+        tl.store(USED + row, held, mask=there)
+        tl.store(OTHERS + row, tl.where(long, 0, length), mask=there)
+        tl.store(QUERIES + row, first, mask=there)
+        tl.store(KEYS + row, tl.where(long, place * ROOM, 0), mask=there)
+    tl.store(QUERIES + requests, tl.load(QUERY_START + requests).to(tl.int32))
+    tl.store(KEYS + requests, places * ROOM)
+
+
+@triton.jit(do_not_specialize=["MAX_QUERIES", "ROOM", "requests", "first_head"])
+def take_prompts(
+    FROM, LOGS, SINKS, LENGTHS, QUERY_START, PLACE, WRONG, OUT, LSE, from_t, from_h, logs_h, MAX_QUERIES, ROOM, requests, first_head, some,
+    HEADS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, HAS_SINKS: tl.constexpr,
+):
+    """Take the results FROM [T, some, Dv] and LOGS [some, T] of queries of long prompts into OUT [T, HEADS, Dv] and LSE [T, HEADS].
+
+    Grid: queries, blocks of ROWS query heads of FROM, which are those of OUT from ``first_head`` on. Sinks join here. Writes NaN for a
+    query beyond MAX_QUERIES of its request, and for requests that are longer than ROOM or have blocks that the pool does not have.
+    """
+    query = tl.program_id(0)
+    request = request_of_query(query, QUERY_START, requests)
+    there = (request < requests) & (query >= tl.load(QUERY_START))
+    place = tl.load(PLACE + request, mask=there, other=-1)
+    if place < 0:
+        return
+    at = query - tl.load(QUERY_START + request).to(tl.int32)
+    spoiled = (at >= MAX_QUERIES) | (tl.load(LENGTHS + request).to(tl.int32) > ROOM) | (tl.load(WRONG + place) != 0)
+    head, column = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    inside = (head < some)[:, None] & (column < DIM)[None, :]
+    log = tl.load(LOGS + head.to(tl.int64) * logs_h + query, mask=head < some, other=0.0)
+    # Flash attention gives inf for a query that sees no token.
+    empty = log == float("inf")
+    log = tl.where(empty, float("-inf"), log)
+    share = tl.where(empty, 0.0, 1.0)
+    if HAS_SINKS:
+        sink = tl.load(SINKS + first_head + head, mask=head < some, other=0.0).to(tl.float32)
+        top = tl.maximum(sink, log)
+        safe = tl.where(top == float("-inf"), 0.0, top)
+        own = tl.exp2((log - safe) * LOG_2E)
+        whole = own + tl.exp2((sink - safe) * LOG_2E)
+        share = tl.where(empty, 0.0, own / tl.where(whole == 0.0, 1.0, whole))
+        log = tl.where(whole == 0.0, float("-inf"), safe + tl.log2(whole) / LOG_2E)
+    given = tl.load(FROM + query.to(tl.int64) * from_t + (head * from_h)[:, None] + column[None, :], mask=inside, other=0.0)
+    result = tl.where((share == 0.0)[:, None], 0.0, given.to(tl.float32) * share[:, None])
+    to = query.to(tl.int64) * HEADS + first_head + head
+    tl.store(
+        OUT + (to * DIM)[:, None] + column[None, :], tl.where(spoiled, float("nan"), result).to(OUT.dtype.element_ty), mask=inside
+    )
+    tl.store(LSE + to, tl.where(spoiled, float("nan"), log), mask=head < some)
+
+
+def flash(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, places: Places, given: PagedAttend, plan: PromptPlan
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return results [T, H, Dv] and log-sums [H, T] of q [T, H, D] over scratches [rows, K, D], by torch's flash attention."""
+    window = given.window - 1 if given.window else None
+    out, logs, *_ = torch.ops.aten._flash_attention_forward(
+        q, keys, values, places.queries, places.keys, given.max_queries, plan.room, 0.0, True, False, scale=given.scale,
+        window_size_left=window, window_size_right=0 if given.window else None, seqused_k=places.used,
+    )
+    return out, logs
+
+
+def placed(given: PagedAttend, plan: PromptPlan, launcher: Launcher) -> Places:
+    """Return which requests are at which places, found by a kernel."""
+    rows, device = given.block_table.shape[0], given.q.device
+
+    def numbers(count: int) -> torch.Tensor:
+        return torch.empty(count, dtype=torch.int32, device=device)
+
+    made = Places(
+        numbers(plan.places), numbers(plan.places), torch.zeros(plan.places, dtype=torch.int32, device=device), numbers(rows),
+        numbers(rows), numbers(rows), numbers(rows + 1), numbers(rows + 1),
+    )
+    launcher.kernel(
+        place_requests, (1,), given.lengths, given.query_start, made.requests, made.lengths, made.place, made.used, made.others,
+        made.queries, made.keys, rows, plan.places, plan.room, plan.least, warps=4,
+    )
+    return made
+
+
+def attend_with_prompts(
+    given: PagedAttend, plan: PromptPlan, machine: Machine, launcher: Launcher, flashed: Flash = flash
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return results [T, H, Dv] and log-sums [T, H]: long prompts by ``flashed`` over their scratch, others by the kernel of steps."""
+    places = placed(given, plan, launcher)
+    # Those of long prompts are written over, whatever they are.
+    others = dataclasses.replace(given, lengths=places.others, max_queries=plan.least - 1)
+    results = attend_by_kernels(others, machine, launcher)
+    take_over(given, plan, places, results, launcher, flashed)
+    return results
+
+
+def take_over(
+    given: PagedAttend, plan: PromptPlan, places: Places, results: tuple[torch.Tensor, torch.Tensor], launcher: Launcher, flashed: Flash,
+) -> None:
+    """Write results and log-sums of all queries of long prompts into ``results``, [T, H, Dv] and [T, H]; others stay as they are."""
+    out, lse = results
+    (tokens, heads, dim), group, sinks = given.q.shape, given.q.shape[1] // given.kv_heads, given.sinks
+    planes = ([*given.keys, *given.key_tables], [*given.values, *given.value_tables])
+    read, steps = decode_rows.operands_of(plan.slots, planes)
+    kernel = decode_rows.kernel_of(plan.slots, given.q.dtype, given.page)
+    for first in range(0, given.kv_heads, plan.heads):
+        some = min(plan.heads, given.kv_heads - first)
+        keys, values = given.q.new_empty(2, plan.places * plan.room, some, dim).unbind()
+        numbers = (given.block_table.stride(0), given.keys[0].shape[0], plan.room, first, some)
+        launcher.kernel(
+            kernel, (plan.places * (plan.room // TOKENS), some, 2), *read, given.block_table, places.lengths, places.requests,
+            places.wrong, keys, values, *steps, *numbers, warps=decode_rows.WARPS,
+        )
+        q = given.q[:, first * group : (first + some) * group]
+        attended, logs = flashed(q, keys, values, places, given, plan)
+        rows = min(MERGED_HEADS, triton.next_power_of_2(some * group))
+        launcher.kernel(
+            take_prompts, (tokens, -(-some * group // rows)), attended, logs, lse if sinks is None else sinks.contiguous(), given.lengths,
+            given.query_start, places.place, places.wrong, out, lse, attended.stride(0), attended.stride(1), logs.stride(0),
+            given.max_queries, plan.room, given.block_table.shape[0], first * group, some * group, warps=4, HEADS=heads, DIM=dim,
+            COLUMNS=triton.next_power_of_2(dim), ROWS=rows, HAS_SINKS=int(sinks is not None),
+        )
