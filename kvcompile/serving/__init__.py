@@ -1,4 +1,4 @@
-"""Paged pools of codes for serving engines: the layout of a block, a pool born as codes, two operations on it, and adapters for engines."""
+"""Paged pools of codes for serving engines: the layout of a block, the pool, its operations, and adapters for engines."""
 
 from kvcompile.serving.continuous_batching.installation import install, remove
 

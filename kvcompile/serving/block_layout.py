@@ -1,8 +1,8 @@
-"""BlockLayout: the bytes of one block of one head, and the place of every plane in it, from schemes and sizes.
+"""BlockLayout: the number of bytes of one block of one head, and where each plane lies in them, computed from schemes and sizes.
 
-A pool is uint8 [blocks, K, bytes]. A block of one head holds ``page`` tokens: all planes of its keys, then all planes of its values, each
-``page`` rows of its width, beginning at a multiple of ``ALIGNMENT`` bytes. A block decodes by itself, with the constant planes that all
-blocks of a pool share: so blocks can be shared, copied and moved as bytes.
+A pool is uint8 [blocks, K, bytes]. A block of one head holds ``page`` tokens: all planes of its keys, then all planes of its values. Each
+plane is ``page`` rows of its width, and begins at a multiple of ``ALIGNMENT`` bytes. A block can be decoded without other blocks, with the
+constant planes that all blocks of a pool share; so blocks can be shared, copied and moved as bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 @dataclasses.dataclass(frozen=True)
 class PlanePlace:
-    """The place of one plane in a block of one head: its first byte, and its rows' dtype and width."""
+    """Where one plane lies in a block of one head: the offset of its first byte, and the dtype and width of its rows."""
 
     offset: int
     dtype: torch.dtype
@@ -33,10 +33,10 @@ class PlanePlace:
 
 @dataclasses.dataclass(frozen=True)
 class BlockLayout:
-    """The layout of one block in memory: ``page`` tokens of one kv head; ``heads`` kv heads of ``head_dim`` and ``value_dim`` channels.
+    """The layout of one block in memory: ``page`` tokens of ``heads`` kv heads, keys of ``head_dim`` and values of ``value_dim`` channels.
 
-    Raises NotPaged for schemes whose codes of a token depend on more than the token, BadBlock for sizes that no pool has, and the scheme's
-    own error for head dims that it cannot hold.
+    Raises NotPaged for schemes in which a token's codes depend on anything but that token, BadBlock for sizes that no pool may have, and
+    the scheme's own error for head dims that it cannot hold.
     """
 
     keys: Scheme
@@ -66,10 +66,10 @@ class BlockLayout:
         scheme: Scheme | str, heads: int, head_dim: int, *, values: Scheme | str | None = None, value_dim: int | None = None,
         page: int = LEAST_PAGE, dtype: torch.dtype = torch.bfloat16,
     ) -> BlockLayout:
-        """Return the layout of blocks of ``page`` tokens for a scheme, or one for keys and another for ``values``, as objects or texts.
+        """Return the layout of blocks of ``page`` tokens for ``scheme``, or for ``scheme`` for keys and ``values`` for values.
 
-        ``value_dim``: None for ``head_dim``; ``dtype``: the model's. Raises a SchemeError for a text that is no scheme, and what the class
-        raises.
+        The schemes are objects or texts. ``value_dim``: channels of a value, None for ``head_dim``; ``dtype``: the model's dtype. Raises a
+        SchemeError for a text that is no scheme, and the errors of ``BlockLayout``.
         """
         given = (scheme, scheme if values is None else values)
         key, value = (parse(each) if isinstance(each, str) else each for each in given)
@@ -79,12 +79,12 @@ class BlockLayout:
 
     @functools.cached_property
     def key_slot(self) -> SlotSpec:
-        """The ``SlotSpec`` of the keys, which their scheme takes."""
+        """The ``SlotSpec`` of the keys, an argument of their scheme's methods."""
         return SlotSpec(self.heads, self.head_dim, self.dtype, Role.KEY)
 
     @functools.cached_property
     def value_slot(self) -> SlotSpec:
-        """The ``SlotSpec`` of the values, which their scheme takes."""
+        """The ``SlotSpec`` of the values, an argument of their scheme's methods."""
         return SlotSpec(self.heads, self.value_dim, self.dtype, Role.VALUE)
 
     def of_role(self, role: Role) -> tuple[Scheme, SlotSpec]:
@@ -94,19 +94,19 @@ class BlockLayout:
     def tables(self, device: torch.device | None) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
         """Return the constant planes of the keys' scheme, and of the values' scheme, on ``device``.
 
-        Raises the scheme's error if its tables or scales were never made.
+        Raises the scheme's error if it needs learned tables or measured scales and has none.
         """
         keys, values = (tuple(constant_planes(*self.of_role(role), device)) for role in (Role.KEY, Role.VALUE))
         return keys, values
 
     @functools.cached_property
     def key_planes(self) -> tuple[PlanePlace, ...]:
-        """The places of the keys' planes, in the order in which ``encode`` returns them."""
+        """Where the keys' planes lie in a block, in the order in which ``encode`` returns them."""
         return _placed(grown(self.keys, self.key_slot), 0, self.page)
 
     @functools.cached_property
     def value_planes(self) -> tuple[PlanePlace, ...]:
-        """The places of the values' planes, in the order in which ``encode`` returns them."""
+        """Where the values' planes lie in a block, in the order in which ``encode`` returns them."""
         return _placed(grown(self.values, self.value_slot), _end(self.key_planes, self.page), self.page)
 
     @property
@@ -121,17 +121,17 @@ class BlockLayout:
 
     @property
     def token_bytes(self) -> float:
-        """Bytes of one token over all heads, keys and values, alignment included."""
+        """Bytes of one token over all heads, keys and values, padding for alignment included."""
         return self.block_bytes / self.page
 
     @property
     def name(self) -> str:
-        """A text that is equal for layouts whose blocks' bytes mean the same: for names of dtypes and hashes of prefixes."""
+        """A text that is equal for layouts whose blocks can be exchanged as bytes; part of names of dtypes and of hashes of prefixes."""
         return self._text(self.keys.display_name(), self.values.display_name())
 
     @property
     def text(self) -> str:
-        """The layout as text, which ``layout_of`` reads back; learned tables and measured scales are no part of it."""
+        """The layout as text, from which ``layout_of`` makes it again; it does not contain learned tables and measured scales."""
         return self._text(self.keys.spec(), self.values.spec())
 
     def _text(self, keys: str, values: str) -> str:
@@ -158,19 +158,22 @@ class BlockLayout:
 
 @functools.lru_cache(maxsize=256)
 def layout_of(text: str) -> BlockLayout:
-    """Return the layout that ``BlockLayout.text`` wrote."""
+    """Return the layout whose ``BlockLayout.text`` is ``text``; cached."""
     keys, values, heads, head_dim, value_dim, page, dtype = text.split("|")
     kind: torch.dtype = getattr(torch, dtype)
     return BlockLayout(parse(keys), parse(values), int(heads), int(head_dim), int(value_dim), int(page), kind)
 
 
 def capacity(tokens: int, nbytes: int, dense: int, dtype: torch.dtype) -> str:
-    """Return a text for an engine's start line: ``tokens`` in ``nbytes``, and the tokens that fit at ``dense`` bytes each in ``dtype``."""
+    """Return a text for an engine's log line: that ``tokens`` tokens fit in ``nbytes``, and how many dense tokens of ``dense`` bytes would.
+
+    ``dtype``: the dtype of the dense tokens.
+    """
     return f"{tokens:,} tokens in {nbytes / 2**20:,.0f} MiB ({str(dtype).removeprefix('torch.')}: {nbytes // dense:,})"
 
 
 def grown(scheme: Scheme, slot: SlotSpec) -> tuple[PlaneSpec, ...]:
-    """Return the specs of the planes that grow with tokens, which ``encode`` returns."""
+    """Return the specs of the planes that ``encode`` returns, which grow with tokens."""
     layout = scheme.layout(slot)
     return layout.planes[: layout.encoded]
 
@@ -181,7 +184,7 @@ def constant_planes(scheme: Scheme, slot: SlotSpec, device: torch.device | None 
 
 
 def require_alone(scheme: Scheme, slot: SlotSpec) -> None:
-    """Raise NotPaged unless a token's codes depend on that token alone, are all in its own row, and plain attention reads them."""
+    """Raise NotPaged unless a token's codes depend on that token alone, lie in its own row of a block, and plain attention reads them."""
     layout, rotation = scheme.layout(slot), scheme.rotation(slot)
     reasons = (
         (scheme.attention != Scheme.attention, f"its attention is an operation of its own, {scheme.attention!r}"),
@@ -203,7 +206,7 @@ def require_alone(scheme: Scheme, slot: SlotSpec) -> None:
 
 
 def _placed(planes: tuple[PlaneSpec, ...], start: int, page: int) -> tuple[PlanePlace, ...]:
-    """Return the places of planes side by side from byte ``start`` on."""
+    """Return where each of ``planes`` lies in a block, one after another from byte ``start`` on."""
     found: list[PlanePlace] = []
     for plane in planes:
         found.append(PlanePlace(_end(tuple(found), page) if found else start, plane.dtype, plane.width))

@@ -1,12 +1,12 @@
-"""The operations on CUDA: operands of ``operations`` go in, kernels of ``lowering.paged`` run, or the eager bodies where they do not fit.
+"""``paged_append`` and ``paged_attend`` on CUDA: by the kernels of ``lowering.paged``, or by the eager bodies where no kernel fits.
 
-    no kernel     heads whose sizes an append kernel does not take are encoded in torch; pages that are no multiple of 16 tokens, and pools
-                  that begin at no multiple of 16 bytes, are attended to in torch
-    prompts       requests with 128 queries or more are decoded into a scratch, over which torch runs flash attention; not in float32,
-                  with a softcap, or with heads above 256 channels
-    rotations     of tokens before they are encoded, of queries, and of results: a kernel of their own
+    append     tokens are encoded in torch if no append kernel supports their head dim
+    attend     runs in torch if a page is not a multiple of 16 tokens, or the pool does not begin at a multiple of 16 bytes
+    prompts    a row with 128 queries or more is decoded into a scratch, over which torch runs flash attention; not in float32, with a
+               softcap, or with heads above 256 channels
+    rotations  of tokens before they are encoded, of queries, and of results: a kernel of their own
 
-Nothing here waits for the device. ``runs`` says what runs, and why.
+Nothing here waits for the device. ``runs`` returns which code runs each operation, and the reason.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def turned(x: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
-    """Return tokens [T, H, D] rotated, or rotated back, by a kernel on CUDA; as they are without a rotation."""
+    """Return tokens [T, H, D] rotated (or rotated back, by the same matrix); unchanged if ``rotation`` is None."""
     if rotation is None:
         return x
     if not x.is_cuda:
@@ -42,7 +42,7 @@ def turned(x: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
 def to_append(
     made: BlockLayout, role: Role, x: torch.Tensor, planes: Sequence[torch.Tensor], slots: torch.Tensor, tables: Sequence[torch.Tensor]
 ) -> PagedAppend:
-    """Return keys or values as their kernels take them, rotated if they are stored so."""
+    """Return the operands of the append kernels for keys or values [T, K, D]; tokens are rotated if the scheme stores rotated channels."""
     from kvcompile.lowering.paged.append import PagedAppend
 
     scheme, slot = made.of_role(role)
@@ -56,7 +56,7 @@ def to_attend(
     key_tables: Sequence[torch.Tensor], value_tables: Sequence[torch.Tensor], numbers: tuple[float, float, int], sinks: torch.Tensor | None,
     max_length: int = 0,
 ) -> PagedAttend:
-    """Return the operands as the kernels take them, queries rotated if keys are.
+    """Return the operands of the attention kernels; queries [T, H, D] are rotated if the pool stores rotated keys.
 
     ``tables``: block_table, lengths, query_start. ``numbers``: scale, softcap, window.
     """
@@ -72,7 +72,7 @@ def to_attend(
 
 
 def attended(made: BlockLayout, given: PagedAttend, machine: Machine, launcher: Launcher) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return results [T, H, Dv], rotated back if values are rotated, and log-sums [T, H]."""
+    """Return attention's results [T, H, Dv] by kernels, rotated back if the pool stores rotated values, and log-sums [T, H]."""
     from kvcompile.lowering.paged.attend import attend_by_kernels
     from kvcompile.lowering.paged.prompts import attend_with_prompts, flashes, plan_of
 
@@ -86,7 +86,10 @@ def append_on_cuda(
     k: torch.Tensor, v: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, layout: str, key_tables: list[torch.Tensor],
     value_tables: list[torch.Tensor],
 ) -> None:
-    """``kvcompile::paged_append`` on CUDA: by kernels, and by the eager body for keys or values that no kernel encodes."""
+    """Run ``kvcompile::paged_append`` on CUDA: by kernels, and by the eager body for keys or values that no kernel encodes.
+
+    Raises BadBlock for tensors that do not fit the layout.
+    """
     from kvcompile.lowering.paged.append import Checked
 
     made = layout_of(layout)
@@ -101,7 +104,7 @@ def appended(
     made: BlockLayout, tokens: tuple[torch.Tensor, torch.Tensor], pool: torch.Tensor, slots: torch.Tensor,
     tables: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]], launcher: Launcher,
 ) -> None:
-    """Write keys and values [T, K, D] by kernels where they fit, T above 0."""
+    """Write keys and values [T, K, D], T above 0, into the pool: by kernels where ``refusal`` finds no gap, else by ``write_codes``."""
     from kvcompile.lowering.paged.append import append_by_kernels, refusal
 
     slots, both = slots.contiguous(), zip((Role.KEY, Role.VALUE), tokens, made.planes(pool), tables, strict=True)
@@ -120,7 +123,10 @@ def attend_on_cuda(
     layout: str, key_tables: list[torch.Tensor], value_tables: list[torch.Tensor], scale: float, softcap: float = 0.0, window: int = 0,
     sinks: torch.Tensor | None = None, max_length: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``kvcompile::paged_attend`` on CUDA: by kernels, or by the eager body for pools that they do not take."""
+    """Run ``kvcompile::paged_attend`` on CUDA: by kernels, or by the eager body if ``refusal`` finds a gap; return (results, log-sums).
+
+    Raises BadBlock for tensors that do not fit the layout.
+    """
     from kvcompile.lowering.paged.config import machine_of, refusal
 
     made = layout_of(layout)
@@ -137,7 +143,10 @@ def attend_on_cuda(
 
 
 def runs(made: BlockLayout, pool: torch.Tensor) -> dict[str, str]:
-    """Return what runs the operations on a pool if it is on CUDA: "a kernel", or "tensor operations" with the reason."""
+    """Return, by operation on a pool on CUDA, the code that runs it: "a kernel", or "tensor operations" with the reason.
+
+    The operations are "append keys", "append values" and "attend".
+    """
     from kvcompile.lowering.paged.append import refusal as not_appended
     from kvcompile.lowering.paged.config import refusal as not_attended
 

@@ -1,4 +1,4 @@
-"""A pool of blocks that holds codes from the start: sizes and a scheme give its memory. No dense tensor is ever made."""
+"""A pool of blocks that stores codes from the start, allocated from sizes and a scheme; no dense tensor is ever made."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvcompile.serving.block_layout import BlockLayout
 class Pool:
     """The blocks of one attention's keys and values, as codes; ``operations`` describes the arguments of its methods.
 
-    ``data``: uint8 [blocks, K, bytes]. ``key_tables``, ``value_tables``: the schemes' constant planes, equal for all blocks.
+    ``data``: uint8 [blocks, K, bytes]. ``key_tables``, ``value_tables``: the schemes' constant planes, the same for all blocks.
     """
 
     layout: BlockLayout
@@ -31,7 +31,7 @@ class Pool:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens that the pool holds."""
+        """The number of tokens that the pool can hold."""
         return self.data.shape[0] * self.layout.page
 
     @property
@@ -41,11 +41,11 @@ class Pool:
 
     @property
     def runs(self) -> dict[str, str]:
-        """The code that runs "append keys", "append values" and "attend" on CUDA: a kernel, or tensor operations with the reason."""
+        """The code that runs "append keys", "append values" and "attend" on CUDA: "a kernel", or "tensor operations" with the reason."""
         return kernels.runs(self.layout, self.data)
 
     def append(self, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
-        """Encode new keys [T, K, D] and values [T, K, Dv] into slots [T]; negative slots are skipped."""
+        """Encode new keys [T, K, D] and values [T, K, Dv] into slots [T] of the pool; tokens with negative slots are skipped."""
         operations.paged_append(k, v, self.data, slots, self.text, list(self.key_tables), list(self.value_tables))
 
     def attend(
@@ -55,7 +55,7 @@ class Pool:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (results [T, H, Dv], log-sums [T, H]) of attention with queries [T, H, D] over rows of blocks.
 
-        ``scale``: None for 1 / sqrt(head dim). ``operations`` describes the other arguments.
+        ``scale``: the factor of scores, None for 1 / sqrt(head dim). ``operations`` describes the other arguments.
         """
         return operations.paged_attend(
             q, self.data, block_table, lengths, query_start, max_queries, self.text, list(self.key_tables),
@@ -68,11 +68,11 @@ def pool(
     blocks: int, heads: int, head_dim: int, scheme: Scheme | str = "int4", *, values: Scheme | str | None = None,
     value_dim: int | None = None, page: int = 16, dtype: torch.dtype = torch.bfloat16, device: torch.device | str | None = None,
 ) -> Pool:
-    """Return an empty pool of ``blocks`` blocks of ``page`` tokens for ``heads`` kv heads; ``dtype``: that of the model.
+    """Return an empty pool of ``blocks`` blocks of ``page`` tokens for ``heads`` kv heads.
 
-    ``values``: the scheme of the values, None for ``scheme``; ``value_dim``: None for ``head_dim``; ``device``: None for torch's default.
-    All ``blocks * layout.block_bytes`` bytes are allocated here. Raises NotPaged for a scheme that blocks cannot hold, and BadBlock for a
-    number of blocks below 1.
+    ``dtype``: the model's dtype. ``values``: the scheme of the values, None for ``scheme``. ``value_dim``: channels of a value, None for
+    ``head_dim``. ``device``: None for torch's default device. All ``blocks * layout.block_bytes`` bytes are allocated here. Raises NotPaged
+    for a scheme that blocks cannot hold, and BadBlock for a number of blocks below 1.
     """
     layout = BlockLayout.of(scheme, heads, head_dim, values=values, value_dim=value_dim, page=page, dtype=dtype)
     if type(blocks) is not int or blocks < 1:

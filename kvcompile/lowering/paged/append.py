@@ -1,7 +1,7 @@
-"""``kvcompile::paged_append`` by kernels: new tokens of one slot go in, their codes are in the blocks that slots name.
+"""``kvcompile::paged_append`` on CUDA: kernels that encode one slot's new tokens and write their codes into the blocks of a pool.
 
-A pool's plane [blocks, K, page, width] is a store with one batch row, and slots are positions in it; so the kernels of ``append`` write
-it, with tokens at negative slots left out. A slot behind the pool's last ends the process by a device-side assertion.
+A pool's plane [blocks, K, page, width] is a store with one batch row, in which slots are positions; so the kernels of ``append`` write it,
+and skip tokens with negative slots. A slot beyond the pool's last one ends the process by a device-side assertion.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -32,9 +32,10 @@ TILE = 4096
 
 @dataclasses.dataclass(frozen=True)
 class PagedAppend:
-    """New tokens of one slot, keys or values: ``x`` [T, K, D], rotated if they are stored so; ``slots`` [T].
+    """The operands of ``paged_append`` for one slot, keys or values: tokens ``x`` [T, K, D], and ``slots`` [T] of the pool to write.
 
-    ``planes``: the pool's, [blocks, K, page, width]. ``tables``: constant planes by which the scheme encodes.
+    If the pool stores rotated channels, ``x`` is rotated already. ``planes``: the pool's planes [blocks, K, page, width]. ``tables``: the
+    constant planes with which the scheme encodes.
     """
 
     x: torch.Tensor
@@ -46,27 +47,27 @@ class PagedAppend:
 
     @property
     def operands(self) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
-        """Tokens [1, K, T, D], planes [blocks, 1, K, page, width] and positions [1, T], as ``append`` takes them."""
+        """Tokens [1, K, T, D], planes [blocks, 1, K, page, width] and positions [1, T]: the shapes that ``append`` takes."""
         return self.x.transpose(0, 1).unsqueeze(0), [plane.unsqueeze(1) for plane in self.planes], self.slots.unsqueeze(0)
 
     @property
     def by_edges(self) -> Cells | None:
-        """The rule of a scheme whose codes count constant edges; None for other schemes, and if the kernel does not take these sizes."""
+        """The rule of a scheme whose codes count constant edges; None for other schemes, and for sizes that the kernel does not support."""
         rule = schemes.parse(self.scheme).cells(self.x.shape[2])
         return rule if cells.fits(rule, self.x, self.planes) else None
 
     @property
     def plain(self) -> bool:
-        """Whether the codes are the tokens themselves."""
+        """Whether the pool stores the tokens themselves, uncompressed."""
         fmt = schemes.parse(self.scheme).format(self.slot)
         return not (fmt.coded or fmt.static or fmt.levels) and len(self.planes) == 1 and self.planes[0].dtype == self.x.dtype
 
 
 class Checked(Direct):
-    """A launcher whose kernels assert on a GPU that slots are in the pool."""
+    """A launcher that compiles kernels with assertions on a GPU, so that they check that every slot is in the pool."""
 
     def kernel(self, kernel: Any, grid: tuple[Any, ...], *operands: Any, warps: int | None = None, **constants: Any) -> None:
-        """Run a kernel with its assertions; the interpreter has none."""
+        """Run a kernel, on a GPU with its assertions enabled; Triton's interpreter does not check them."""
         asserting = {"debug": True, "sanitize_overflow": False} if self.cuda else {}
         super().kernel(kernel, grid, *operands, warps=warps, **asserting, **constants)
 
@@ -76,10 +77,10 @@ def copy_rows(
     X, PLANE, SLOTS, x_s, x_h, x_d, count, blocks, plane_n, plane_h, HEADS: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):
-    """Store ROWS tokens of X of one kv head in PLANE as they are, at their SLOTS.
+    """Copy ROWS tokens of X of one kv head, unchanged, into PLANE at their SLOTS.
 
-    Grid: blocks of ROWS tokens times kv heads, the heads first. ``count``: tokens; ``blocks``: of the pool; COLUMNS: the power of two from
-    D on.
+    Grid: blocks of ROWS tokens times kv heads, the heads first. ``count``: number of tokens; ``blocks``: number of blocks of the pool;
+    COLUMNS: D rounded up to a power of two.
     """
     h, s, there, block, row = tokens_of_program(SLOTS, count, blocks, HEADS, PAGE, ROWS)
     channel = tl.arange(0, COLUMNS)
@@ -89,7 +90,7 @@ def copy_rows(
 
 
 def refusal(given: PagedAppend) -> str | None:
-    """Return why no kernel takes the tokens of this slot, None if one does; the eager body takes them then."""
+    """Return why no kernel can append the tokens of this slot, so that the eager body must; None if a kernel can."""
     x, planes, slots = given.operands
     if given.plain or given.by_edges is not None:
         return None
@@ -103,7 +104,7 @@ def refusal(given: PagedAppend) -> str | None:
 
 
 def append_by_kernels(slots: Sequence[PagedAppend], launcher: Launcher) -> None:
-    """Encode the tokens of one slot or two and write them into the pool's planes; ``refusal`` must refuse none."""
+    """Encode the tokens of one slot or two and write them into the pool's planes; ``refusal`` must return None for each slot."""
     by_rows = []
     for given in slots:
         x, planes, places = given.operands
@@ -122,7 +123,7 @@ def append_by_kernels(slots: Sequence[PagedAppend], launcher: Launcher) -> None:
 
 
 def copy(given: PagedAppend, launcher: Launcher) -> None:
-    """Start the kernel that stores the tokens of ``given`` as they are; ``given.plain`` must be true."""
+    """Start the kernel that copies the tokens of ``given`` into the pool uncompressed; ``given.plain`` must be true."""
     x, (plane,), (count, heads, dim) = given.x, given.planes, given.x.shape
     columns = triton.next_power_of_2(dim)
     many = tokens_of(given.operands[0], columns, TILE)

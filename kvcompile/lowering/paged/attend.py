@@ -1,4 +1,4 @@
-"""``kvcompile::paged_attend`` by kernels: one over items of tokens, one that merges them; nothing waits for the device."""
+"""``kvcompile::paged_attend`` on CUDA: one kernel attends over items of tokens, another merges the items; neither waits for the device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FEW_COLUMNS = 32
 
 
 class PagedSignature(KernelSignature):
-    """The kernel's arguments; its module imports the functions that cut tokens into items."""
+    """The signature of the paged kernel, as the template queries it; its module imports the functions that divide tokens into items."""
 
     def def_kernel(self, *names: str) -> str:
         """Return the module's text down to the function's body."""
@@ -38,14 +38,14 @@ class PagedSignature(KernelSignature):
 
 
 def operands_of(given: PagedAttend) -> dict[str, torch.Tensor]:
-    """Return the tensors that the kernel may read, by name."""
+    """Return the tensors that the kernel may read, by the template's names."""
     return {
         "Q": given.q, "LENGTHS": given.lengths, "QUERY_START": given.query_start, "BLOCK_TABLE": given.block_table, **given.planes,
     }
 
 
 def sizes_of(name: str, tensor: torch.Tensor) -> Operand:
-    """Return size and strides of an operand as the template asks for them: numbers of a call are arguments."""
+    """Return an operand's sizes, strides and dtype; sizes that differ between calls are names, which become run-time arguments."""
     if name == "Q":
         strides = (0, tensor.stride(1), tensor.stride(0), tensor.stride(2))
         return Operand((1, tensor.shape[1], "MAX_QUERIES", tensor.shape[2]), strides, tensor.dtype)
@@ -59,7 +59,7 @@ def sizes_of(name: str, tensor: torch.Tensor) -> Operand:
 
 
 def paged_source(config: PagedConfig, operands: Mapping[str, Operand]) -> str:
-    """Return the source of a kernel, a module by itself."""
+    """Return the source text of a complete module with the kernel that ``config`` describes."""
     made = PagedSignature(operands, NAMED, config.options())
 
     def store_output(indices: Sequence[str], value: str, mask: str, indent_width: int = 4, val_shape: object = None) -> str:
@@ -75,13 +75,13 @@ def paged_source(config: PagedConfig, operands: Mapping[str, Operand]) -> str:
 
 @functools.lru_cache(maxsize=256)
 def kernel_of(config: PagedConfig, operands: tuple[tuple[str, Operand], ...]) -> Any:
-    """Return the compiled function of a kernel."""
+    """Return the Triton function of the kernel that ``config`` describes; cached."""
     return getattr(load_module(paged_source(config, dict(operands)), "paged"), KERNEL)
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A kernel with what its launches need: configuration and operands in order."""
+    """A kernel chosen for a call: its configuration and its Triton function."""
 
     config: PagedConfig
     kernel: Any
@@ -94,7 +94,7 @@ _CHOSEN: dict[Any, Choice] = {}
 
 
 def chosen(given: PagedAttend, machine: Machine, packed: bool) -> Choice:
-    """Return the kernel for the operands, found by sizes, strides and numbers that do not change from step to step."""
+    """Return the kernel for the operands of a call; cached by sizes, strides and numbers that do not change from step to step."""
     tensors = operands_of(given)
     known = tuple((name, sizes_of(name, tensor)) for name, tensor in tensors.items())
     config_key = (
@@ -110,21 +110,24 @@ def chosen(given: PagedAttend, machine: Machine, packed: bool) -> Choice:
 
 @dataclasses.dataclass(frozen=True)
 class ItemMerge:
-    """The sizes of a program of the merge: channels, and items that it reads together."""
+    """The work of one program of the merge: how many channels it writes, and how many items it reads at a time."""
 
     columns: int
     items: int
 
 
 def merge_for(cut: Cut, pairs: int, requests: int, config: PagedConfig, machine: Machine) -> ItemMerge:
-    """Return the merge for ``pairs`` of queries and heads: items as a request of average length has twice, from 4 to 64."""
+    """Return the sizes of the merge's programs for ``pairs`` pairs of a query and a head.
+
+    A program reads, at a time, twice as many items as a request of average length has, but at least 4 and at most 64.
+    """
     items = min(64, max(4, triton.next_power_of_2(-(-2 * cut.target // requests))))
     columns = FEW_COLUMNS if pairs < 4 * machine.multiprocessors else 128
     return ItemMerge(min(columns, triton.next_power_of_2(config.value_dim)), items)
 
 
 def resident_of(choice: Choice, operands: Sequence[torch.Tensor], named: Mapping[str, int]) -> int:
-    """Return how many programs of the kernel a multiprocessor runs at a time; compiles the kernel if need be."""
+    """Return how many programs of the kernel run on one multiprocessor at a time; compiles the kernel at the first call."""
     device, tile = operands[0].device, choice.config.tile
     key = (choice.kernel, device, tuple(operand.data_ptr() % 16 for operand in operands))
     if key not in _RESIDENT:
@@ -135,7 +138,7 @@ def resident_of(choice: Choice, operands: Sequence[torch.Tensor], named: Mapping
 
 
 def attend_by_kernels(given: PagedAttend, machine: Machine, launcher: Launcher) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return results [T, H, Dv] and log-sums [T, H]; operands that ``refusal`` refuses must not come here."""
+    """Return attention's results [T, H, Dv] and log-sums [T, H], by kernels; ``config.refusal`` must return None for ``given``."""
     choice = chosen(given, machine, launcher.cuda)
     config, q, tensors = choice.config, given.q, operands_of(given)
     (queries, heads, _), (requests, pages) = q.shape, given.block_table.shape

@@ -1,7 +1,8 @@
-"""Append of tokens that are encoded by constant edges between levels (``Scheme.cells``): scale, code and packing in one pass.
+"""Append of tokens whose scheme encodes by constant edges between levels (``Scheme.cells``): scale, code and packing in one pass.
 
-A program has ROWS new tokens of one kv head. It takes each group's scale, counts for each channel the edges below its quotient, and packs
-the counts. The result equals the eager body's bit for bit, but for tokens in float32, whose float64 sum of squares depends on its order.
+A program encodes ROWS new tokens of one kv head: it computes each group's scale, counts for each channel the edges below the quotient of
+value and scale, and packs the counts. The result equals the eager body's bit for bit, except for float32 tokens: the rounding of their
+float64 sum of squares depends on the order of the sum.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -28,10 +29,11 @@ TILE = 2048
 
 @triton.jit
 def tokens_of_program(SLOTS, count, blocks, HEADS: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr):
-    """Return (kv head, tokens, whether each is written, block, row) of a program; grid: blocks of ROWS tokens times kv heads, heads first.
+    """Return (kv head, tokens, whether each token is written, block, row in the block) for the calling program.
 
-    ``count``: tokens, whose slots are in SLOTS; ``blocks``: of the pool, PAGE tokens each. Not for kernels that torch traces, in which
-    SLOTS would count as written (``append.rows.row_places``).
+    Grid: blocks of ROWS tokens times kv heads, the heads first. ``count``: number of tokens, whose slots are in SLOTS; ``blocks``: number
+    of blocks of the pool, of PAGE tokens each. Do not call it in kernels that torch traces: torch would count SLOTS as written
+    (``append.rows.row_places``).
     """
     program = tl.program_id(0)
     h = (program % HEADS).to(tl.int64)
@@ -44,9 +46,9 @@ def tokens_of_program(SLOTS, count, blocks, HEADS: tl.constexpr, PAGE: tl.conste
 
 @triton.jit
 def half_root_mean_square(x, ULP: tl.constexpr, TINY: tl.constexpr, stored: tl.constexpr):
-    """Return half the root mean square of groups along the last axis of ``x``, in dtype ``stored``, as ``schemes.norms``.
+    """Return half the root mean square of each group, the last axis of ``x``, rounded up to dtype ``stored``; as ``schemes.norms``.
 
-    ULP, TINY: see ``rounded_up``. 0 for a group of zeros, NaN for NaN or Inf.
+    0 for a group of zeros, NaN for a group with NaN or Inf. ULP, TINY: see ``rounded_up``.
     """
     wide = x.to(tl.float64)
     size = (tl.sqrt(tl.sum(wide * wide, 2) / x.shape[2]) * 0.5).to(tl.float32)
@@ -60,10 +62,13 @@ def append_cells(
     D: tl.constexpr, BITS: tl.constexpr, PARTS: tl.constexpr, SEGMENTS: tl.constexpr, GROUP: tl.constexpr, EDGES: tl.constexpr,
     COUNT: tl.constexpr, QMAX: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr, ROWS: tl.constexpr,
 ):
-    """Encode the tokens of one slot and write CODES and SCALES. Grid: blocks of ROWS tokens times kv heads, the heads first.
+    """Encode ROWS tokens of one kv head; write CODES and SCALES at their slots.
 
-    ``count``: tokens; ``blocks``: of the pool. EDGES: the COUNT constants between levels, in scales. QMAX: the largest level; 0: scales are
-    half the root mean square of a group. BITS, PARTS, SEGMENTS: a word of SEGMENTS bytes has PARTS codes of BITS bits.
+    Grid: blocks of ROWS tokens times kv heads, the heads first.
+
+    ``count``: number of tokens; ``blocks``: number of blocks of the pool. EDGES: the COUNT constants between levels, in units of scales.
+    QMAX: the largest level, or 0 if a scale is half the root mean square of its group. BITS, PARTS, SEGMENTS: a word of SEGMENTS bytes has
+    PARTS codes of BITS bits.
     """
     h, s, there, block, row = tokens_of_program(SLOTS, count, blocks, HEADS, PAGE, ROWS)
     GROUPS: tl.constexpr = D // GROUP
@@ -94,9 +99,9 @@ def append_cells(
 
 
 def fits(rule: Cells | None, x: torch.Tensor, planes: Sequence[torch.Tensor]) -> bool:
-    """Return whether the kernel encodes tokens [T, K, D] by ``rule``: sizes that are powers of two, words of at most four bytes.
+    """Return whether the kernel supports tokens [T, K, D] and ``rule``: sizes that are powers of two, words of at most four bytes.
 
-    Returns False for None.
+    False if ``rule`` is None.
     """
     if rule is None or len(planes) != 2 or rule.segments > 4:
         return False
@@ -106,7 +111,7 @@ def fits(rule: Cells | None, x: torch.Tensor, planes: Sequence[torch.Tensor]) ->
 
 
 def launch(rule: Cells, x: torch.Tensor, planes: Sequence[torch.Tensor], slots: torch.Tensor, launcher: Launcher) -> None:
-    """Start the kernel that encodes tokens [T, K, D] by ``rule`` and writes them into planes [blocks, K, page, width], at ``slots`` [T]."""
+    """Start the kernel that encodes tokens [T, K, D] by ``rule`` and writes them at ``slots`` [T] into planes [blocks, K, page, width]."""
     (count, heads, dim), (codes, scales) = x.shape, planes
     many = tokens_of(x.transpose(0, 1).unsqueeze(0), dim, TILE)
     launcher.kernel(

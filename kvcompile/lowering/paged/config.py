@@ -1,4 +1,4 @@
-"""One attention over the blocks of a pool as data: its operands, and the kernel that they get."""
+"""One attention over the blocks of a pool as data: its operands, and the kernel chosen for them."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ MOST_ROWS = 128
 
 @dataclasses.dataclass(frozen=True)
 class PagedAttend:
-    """Operands of ``kvcompile::paged_attend``, with the pool as planes [blocks, K, page, width] and constant planes behind them.
+    """Operands of ``kvcompile::paged_attend``: the pool as planes [blocks, K, page, width], and the schemes' constant planes.
 
-    ``q``: rotated, if the keys are; ``block_table`` [R, N], ``lengths`` [R] and ``query_start`` [R + 1] are contiguous. ``max_length``: 0
-    for as many tokens as the table's blocks have.
+    ``q`` [T, H, D] is rotated if the pool stores rotated keys; ``block_table`` [R, N], ``lengths`` [R] and ``query_start`` [R + 1] are
+    contiguous. ``max_length``: most tokens of a row; 0 for as many as the blocks of a row of ``block_table`` hold.
     """
 
     q: torch.Tensor
@@ -59,12 +59,12 @@ class PagedAttend:
 
     @property
     def page(self) -> int:
-        """Tokens of a block."""
+        """Number of tokens in a block."""
         return self.keys[0].shape[2]
 
     @functools.cached_property
     def planes(self) -> dict[str, torch.Tensor]:
-        """The planes that the template reads by its names, each with an axis for the batch row, along which it does not move."""
+        """The planes by the template's names, [blocks, 1, K, page, width] each; the second axis stands for the batch rows."""
         found: dict[str, torch.Tensor] = {}
         for letter, text, grown, constant, dim, role in (
             ("K", self.key_scheme, self.keys, self.key_tables, self.q.shape[2], Role.KEY),
@@ -77,7 +77,10 @@ class PagedAttend:
 
 @dataclasses.dataclass(frozen=True)
 class PagedConfig(AttendConfig):
-    """A kernel over rows of blocks; ``window``: tokens that a query sees, 0 for all. ``splits`` is 1: the device cuts tokens into items."""
+    """A kernel over rows of blocks; ``window``: number of tokens that a query sees, 0 for all.
+
+    ``splits`` is 1, since the device divides the tokens of each request into items.
+    """
 
     window: int = 0
 
@@ -100,7 +103,7 @@ class PagedConfig(AttendConfig):
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """How a launch is cut: tiles of query rows, and items that the tiles of tokens of all requests would fill."""
+    """The size of a launch: number of tiles of query rows, and number of items that all requests' tokens are to fill (``target``)."""
 
     tiles: int
     target: int
@@ -108,12 +111,12 @@ class Cut:
 
 @functools.lru_cache(maxsize=16)
 def machine_of(device: torch.device) -> Machine:
-    """Return the sizes of a CUDA device, read once, since each step asks for them."""
+    """Return the sizes of a CUDA device; cached, since every step asks for them."""
     return Machine.of(device)
 
 
 def paged_config(given: PagedAttend, machine: Machine, packed: bool) -> PagedConfig:
-    """Return the kernel for the operands; ``packed``: it may be inline PTX."""
+    """Return the configuration of the kernel for the operands; ``packed``: the kernel may use inline PTX."""
     q = given.q.transpose(0, 1).unsqueeze(0)
     lo = given.lengths.unsqueeze(1) if given.window else None
     keys, values = ([plane.unsqueeze(1) for plane in planes] for planes in (given.keys, given.values))
@@ -135,17 +138,19 @@ def paged_config(given: PagedAttend, machine: Machine, packed: bool) -> PagedCon
 
 
 def query_rows(given: PagedAttend, group: int) -> int:
-    """Return the number of query rows of a kv head that a kernel is chosen for.
+    """Return the number of query rows per kv head for which the kernel is chosen.
 
-    ``group`` for one query; for more, rounded up to a power of two, at most ``MOST_ROWS``, so that few kernels serve all calls.
+    It is ``group`` if each request has one query; for more queries it is rounded up to a power of two, at most ``MOST_ROWS``, so that few
+    kernels serve all calls.
     """
     return group if given.max_queries == 1 else min(MOST_ROWS, 1 << (given.max_queries * group - 1).bit_length())
 
 
 def for_one_query(config: PagedConfig) -> Tile:
-    """Return the kernel's tile, or one of a single warp for codes of a byte.
+    """Return the tile for one query a request: the kernel's own tile or, if every code takes a byte, a tile of a single warp.
 
-    On an H200 that is 6 to 21% faster over 16 rows of 32K or 64 mixed ones, and up to 5% slower over one of 128K.
+    On an H200 the single warp is 6 to 21% faster over 16 rows of 32K tokens or 64 rows of mixed lengths, and up to 5% slower over one row
+    of 128K.
     """
     tile, (key, value) = config.tile, config.plans
     bytes_alone = key.coded and value.coded and min(piece.block for piece in (*key.pieces, *value.pieces)) >= 64
@@ -155,9 +160,9 @@ def for_one_query(config: PagedConfig) -> Tile:
 
 
 def for_several_queries(config: PagedConfig) -> Tile:
-    """Return the kernel's tile or, if it has so many rows that numbers would spill to local memory, one that keeps them in registers.
+    """Return the tile for several queries a request: the kernel's own tile, or a smaller one if its rows would not fit the registers.
 
-    Compiled for sm_90 with heads of 128 channels, and never timed.
+    The choice was made from kernels that were compiled for sm_90 with heads of 128 channels, and was never timed.
     """
     tile, (key, value) = config.tile, config.plans
     if key.picked or value.paired:
@@ -170,16 +175,16 @@ def for_several_queries(config: PagedConfig) -> Tile:
 
 
 def fitted(tile: Tile, page: int) -> Tile:
-    """Return the tile with as many tokens as fit pages: a divisor of a page, or whole pages."""
+    """Return the tile with a number of tokens that divides a page, or is a multiple of pages."""
     if page % tile.block_t and tile.block_t % page:
         return dataclasses.replace(tile, block_t=page & -page)
     return tile
 
 
 def cut_for(config: PagedConfig, given: PagedAttend, machine: Machine, resident: int | None = None) -> Cut:
-    """Return how a launch is cut; depends on sizes alone, never on a number of the device.
+    """Return the size of a launch; it follows from shapes alone, so nothing is read from the device.
 
-    ``resident``: programs that a multiprocessor runs at a time; None without a device, where it is estimated.
+    ``resident``: number of programs that run on a multiprocessor at a time; None to estimate it, where there is no device.
     """
     rows = given.max_queries * config.group
     tiles = -(-rows // config.tile.rows)
@@ -196,7 +201,7 @@ def cut_for(config: PagedConfig, given: PagedAttend, machine: Machine, resident:
 
 
 def refusal(given: PagedAttend) -> str | None:
-    """Return why the kernels do not take these operands, None if they do; the eager body takes them then."""
+    """Return why the kernels cannot attend with these operands, so that the eager body must; None if they can."""
     if given.page % 16:
         return f"a page of {given.page} tokens is not a multiple of 16"
     if any(plane.data_ptr() % 16 for plane in (*given.keys, *given.values)):

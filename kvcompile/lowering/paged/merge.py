@@ -1,7 +1,7 @@
-"""The merge of items: each query's sums over the items of its request go in, results and log-sums come out.
+"""The merge kernel: adds up each query's partial sums over the items of its request, and writes results and log-sums.
 
-Grid: queries, query heads, blocks of COLUMNS channels. Queries in no row give zeros and -inf, those beyond MAX_QUERIES of their row NaN, as
-the eager body.
+Grid: queries, query heads, blocks of COLUMNS channels. As in the eager body, a query that belongs to no request gets zeros and -inf, and
+the queries of a request beyond the first MAX_QUERIES get NaN.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -20,7 +20,7 @@ LOG_2E = tl.constexpr(LOG2E)
 
 @triton.jit
 def request_of_query(query, QUERY_START, requests):
-    """Return the row that a query is in, ``requests`` if it is behind the last."""
+    """Return the index of the request that a query belongs to; ``requests`` for a query behind the last request."""
     row = 0
     for at in tl.range(0, requests, WIDTH, num_stages=1):
         rows = at + tl.arange(0, WIDTH)
@@ -34,7 +34,11 @@ def merge_items(
     COLUMNS: tl.constexpr, WINDOW: tl.constexpr, BLOCK_T: tl.constexpr, PAGE_ROWS: tl.constexpr, HAS_SINKS: tl.constexpr,
     ITEMS: tl.constexpr,
 ):
-    """Merge PARTS [rows, H, Dv + 2] (sums, maximum and total, base 2) into OUT [T, H, Dv] and LSE [T, H]."""
+    """Merge PARTS [rows, H, Dv + 2] (sums, maximum and total, base 2) into OUT [T, H, Dv] and LSE [T, H].
+
+    ``requests``: number of requests; ``pages``: blocks of a row of the block table; TARGET: see ``splits``; MAX_QUERIES: the most queries
+    of a request; ITEMS: items read at a time.
+    """
     query, head = tl.program_id(0), tl.program_id(1)
     capacity = pages * PAGE_ROWS
     request = request_of_query(query, QUERY_START, requests)

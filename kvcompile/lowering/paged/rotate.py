@@ -1,7 +1,7 @@
-"""Channels of tokens rotated by a block Hadamard matrix (``schemes.rotation``): tokens [T, H, D] go in, rotated ones come out.
+"""Rotation of the channels of tokens [T, H, D] by a block Hadamard matrix (``schemes.rotation``), on CUDA.
 
-The matrix is symmetric, so the same kernel rotates back. Its entries are 1 and -1: products are exact, sums are float32, and one factor is
-applied to the sum.
+The matrix is symmetric, so the same kernel rotates back. Its entries are 1 and -1: products are exact, sums are float32, and each sum is
+multiplied by one factor.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -24,7 +24,10 @@ def rotate_rows(
     X, OUT, rows, x_t, x_h, x_d, FACTOR: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, ORDER: tl.constexpr, COUNT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Rotate ORDER channels of COUNT rows. Grid: blocks of COUNT rows, where a row is a token's head; blocks of ORDER channels."""
+    """Rotate ORDER channels of COUNT rows of X into OUT; a row is one head of one token.
+
+    Grid: blocks of COUNT rows; blocks of ORDER channels.
+    """
     row = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
     at = tl.program_id(1) * ORDER + tl.arange(0, ORDER)
     there = (row < rows)[:, None]
@@ -41,7 +44,7 @@ def rotate_rows(
 
 
 def rotated(x: torch.Tensor, order: int, launcher: Launcher) -> torch.Tensor:
-    """Return tokens [T, H, D] rotated, contiguous, in their dtype; rotated ones are rotated back."""
+    """Return tokens [T, H, D] with their channels rotated, contiguous, in the same dtype; a second call rotates them back."""
     count, heads, dim = x.shape
     out = torch.empty(count, heads, dim, dtype=x.dtype, device=x.device)
     if count:

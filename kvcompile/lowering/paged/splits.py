@@ -1,11 +1,11 @@
-"""How the tokens of requests are cut into items, by the device: lengths go in, the request and the share of each item come out.
+"""Device functions that divide the tokens of requests into items: each program finds its request and its share of the tokens.
 
-A launch has a fixed number of items, so that a captured CUDA graph may be replayed at any lengths: every item has the same number of
-tiles, its share. ``TARGET`` items hold the tiles of all requests if they are cut anywhere, and each request adds one at most, since an item
-has tokens of one request. So TARGET + requests items are enough, and those left over end at once.
+A launch has a fixed number of items, so that a recorded CUDA graph can be replayed at any lengths. All items have the same number of tiles
+of tokens, the share. If items could cross requests, ``TARGET`` items would hold all tiles; since an item has tokens of one request only,
+each request adds at most one. So TARGET + requests items are enough, and items without tokens end at once.
 
-The device runs about TARGET items of each kv head at a time. One more starts when others end, and doubles the time; so the share grows
-until there are no more than TARGET items.
+The device runs about TARGET items of each kv head at a time. One more would start only when others end, and double the time; so the share
+is raised until at most TARGET items have tokens.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -24,13 +24,13 @@ TRIES = tl.constexpr(3)
 
 @triton.jit
 def first_tile(length, count, WINDOW: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Return the first tile of tokens that the queries of requests see; ``count``: their numbers of queries."""
+    """Return the first tile of tokens that the ``count`` queries of a request of ``length`` tokens see."""
     return tl.maximum(length - count - (WINDOW - 1), 0) // BLOCK_T if WINDOW else length * 0
 
 
 @triton.jit
 def tiles_of(requests, LENGTHS, QUERY_START, total, capacity, WINDOW: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Return the number of tiles of tokens of each of some requests; none for those without queries, and from ``total`` on."""
+    """Return the number of tiles of tokens of each of ``requests``; 0 for a request without queries, and for indices from ``total`` on."""
     there = requests < total
     count = (tl.load(QUERY_START + requests + 1, mask=there, other=0) - tl.load(QUERY_START + requests, mask=there, other=0)).to(tl.int32)
     length = tl.load(LENGTHS + requests, mask=there, other=0).to(tl.int32)
@@ -40,9 +40,10 @@ def tiles_of(requests, LENGTHS, QUERY_START, total, capacity, WINDOW: tl.constex
 
 @triton.jit
 def tiles_of_an_item(LENGTHS, QUERY_START, total, capacity, TARGET, WINDOW: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Return the number of tiles of an item: TARGET items or fewer, if three tries find such a share, otherwise TARGET + requests or fewer.
+    """Return the number of tiles of an item, such that at most TARGET items have tokens.
 
-    Requests that are as many as TARGET are not cut finer for it: there are more items than TARGET in any case.
+    If three tries find no such number, at most TARGET + requests items have tokens. If at least TARGET requests have tokens, there are more
+    items than TARGET in any case, and the first number tried is returned.
     """
     tiles = 0
     rows = 0
@@ -63,9 +64,10 @@ def tiles_of_an_item(LENGTHS, QUERY_START, total, capacity, TARGET, WINDOW: tl.c
 
 @triton.jit
 def request_of(item, share, LENGTHS, QUERY_START, total, capacity, WINDOW: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Return the request of an item, ``total`` or more if there is none, which of that request's items it is, and its number of tiles.
+    """Return (the request of an item, the item's index among that request's items, the number of tiles of each of these items).
 
-    Items of a request are equally long, but for the last; none is longer than ``share``.
+    The request is ``total`` or more for an item without tokens. The items of a request are equally long, except for the last one; none is
+    longer than ``share`` tiles.
     """
     request = 0
     before = 0
@@ -84,9 +86,10 @@ def request_of(item, share, LENGTHS, QUERY_START, total, capacity, WINDOW: tl.co
 
 @triton.jit
 def tile_of_queries(place, QUERY_START, total, MAX_QUERIES, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """Return (request, tile of its query rows) of the ``place``-th tile of all requests; the request is ``total`` or more behind the last.
+    """Return (request, index of the tile among the request's tiles of query rows) of tile number ``place`` of all requests.
 
-    A tile has ROWS query rows of a kv head, GROUP for each query. There are at most (queries * GROUP) // ROWS + total tiles.
+    The request is ``total`` or more behind the last tile. A tile has ROWS query rows of a kv head, GROUP for each query. There are at most
+    (queries * GROUP) // ROWS + total tiles.
     """
     request = 0
     before = 0
@@ -106,7 +109,7 @@ def tile_of_queries(place, QUERY_START, total, MAX_QUERIES, GROUP: tl.constexpr,
 
 @triton.jit
 def items_of(request, share, LENGTHS, QUERY_START, total, capacity, WINDOW: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Return the first item of a request, and how many it has."""
+    """Return (the index of a request's first item, the number of its items)."""
     first = 0
     own = 0
     for at in tl.range(0, total, WIDTH, num_stages=1):

@@ -1,15 +1,15 @@
-"""The blocks of a pool that a compiled graph keeps in a store: its planes go in, views of blocks for the kernels come out.
+"""The blocks of a pool that a compiled graph keeps in a store, as views that the kernels over blocks can read in place.
 
-A store's planes are [N, 1, K, R, width], pages of R tokens of all heads. Its slots, ``every`` at a time, are blocks; a kernel finds a block
-of one head at a multiple of one stride. So a plane is viewed as blocks of ``every`` rows that follow each other through all heads, of
-which every R / ``every`` belong to one head:
+A store's planes are [N, 1, K, R, width], pages of R tokens of all heads. A block is ``every`` consecutive slots, and a kernel finds a block
+of one head at a multiple of one stride. So a plane is viewed as blocks of ``every`` rows that follow each other through all heads, of which
+every R / ``every`` belong to one head:
 
     page 0, head 0: 0 1 2 3    page 0, head 1: 4 5 6 7    page 1, head 0: 8 9 10 11    ...    (K = 2, R = 4 * every)
 
-Block b of all heads begins at ``first_of(b)`` there, and head h is R rows further for each h.
+In this view block b of head 0 is number ``first_of(b)``, and each further head's block is R rows later.
 
-``kvcompile::attend_blocks_triton``  is ``attend_blocks`` over such a view, on CUDA: ``first`` int32 [B, E] has the places of the blocks
-(``first_of``, -1 for none), ``lengths`` and ``starts`` are those of ``PagedAttend``, of one query a row.
+``kvcompile::attend_blocks_triton``  is ``attend_blocks`` over such a view, on CUDA: ``first`` int32 [B, E] has the blocks' numbers
+(``first_of``, -1 for none); ``lengths`` and ``starts`` are ``lengths`` and ``query_start`` of ``PagedAttend``, with one query a row.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FARTHEST = 1 << 30
 
 
 def viewed(plane: torch.Tensor, every: int) -> torch.Tensor:
-    """Return a plane [N, 1, K, R, width] of a store as overlapping blocks [places, K, every, width]."""
+    """Return a store's plane [N, 1, K, R, width] as overlapping blocks [blocks in the view, K, every, width]."""
     pages, _, heads, rows, width = plane.shape
     of_a_head = rows // every
     places = (pages - 1) * heads * of_a_head + of_a_head
@@ -44,7 +44,7 @@ def viewed(plane: torch.Tensor, every: int) -> torch.Tensor:
 
 
 def first_of(table: torch.Tensor, plane: torch.Tensor, every: int) -> torch.Tensor:
-    """Return the places of blocks in ``viewed`` planes, int32 in the table's shape; -1 where the store has no such block."""
+    """Return, for each entry of a block table, its block's number in the planes of ``viewed``, int32; -1 if the store has no such block."""
     pages, _, heads, rows, _ = plane.shape
     of_a_head = rows // every
     inside = (table >= 0) & (table < pages * of_a_head)
@@ -54,7 +54,7 @@ def first_of(table: torch.Tensor, plane: torch.Tensor, every: int) -> torch.Tens
 
 @dataclass(frozen=True)
 class CallRows:
-    """The rows of a call as kernels take them: places of blocks int32 [B, E], lengths int32 [B], starts of queries int32 [B + 1]."""
+    """The batch rows of a call for the kernels: block numbers int32 [B, E], lengths int32 [B], starts of queries int32 [B + 1]."""
 
     first: torch.Tensor
     lengths: torch.Tensor
@@ -62,7 +62,7 @@ class CallRows:
 
 
 def rows_of(given: BlockOperands[torch.Tensor]) -> CallRows:
-    """Return the rows of a call of ``attend_blocks``; a compiled graph fuses what is computed here."""
+    """Return the batch rows of a call of ``attend_blocks``; these tensor operations are part of the compiled graph, which fuses them."""
     batch = given.q.shape[0]
     lengths = (given.hi.select(1, 0).clamp(-1, FARTHEST) + 1).to(torch.int32)
     starts = torch.arange(batch + 1, dtype=torch.int32, device=given.q.device)
@@ -75,7 +75,7 @@ def rows_of(given: BlockOperands[torch.Tensor]) -> CallRows:
 
 
 def attend_of(given: BlockOperands[torch.Tensor], rows: CallRows) -> PagedAttend:
-    """Return the operands that the kernels take, planes as ``viewed``."""
+    """Return the operands of ``paged_attend`` for a call of ``attend_blocks``, with planes as ``viewed``."""
     grown, constant = [], []
     for planes, scheme, dim, role in (
         (given.keys, given.key_scheme, given.q.shape[3], Role.KEY), (given.values, given.value_scheme, given.value_dim, Role.VALUE),
@@ -90,7 +90,7 @@ def attend_of(given: BlockOperands[torch.Tensor], rows: CallRows) -> PagedAttend
 
 
 def attended(given: BlockOperands[torch.Tensor], rows: CallRows, machine: Machine, launcher: Launcher) -> torch.Tensor:
-    """Return ``attend_blocks`` of one row or more by kernels, [B, H, 1, Dv]."""
+    """Return the result of ``attend_blocks`` by kernels, [B, H, 1, Dv], for at least one batch row."""
     from kvcompile.lowering.paged.attend import attend_by_kernels
 
     out, _ = attend_by_kernels(attend_of(given, rows), machine, launcher)
@@ -98,13 +98,13 @@ def attended(given: BlockOperands[torch.Tensor], rows: CallRows, machine: Machin
 
 
 def _given(*arguments: Any) -> tuple[BlockOperands[torch.Tensor], CallRows]:
-    """Return the operands of a call of the operation; ``table`` and ``hi`` are what ``rows_of`` made of them."""
+    """Return the operands of a call of ``attend_blocks_triton``, and its rows; ``table`` and ``hi`` hold the results of ``rows_of``."""
     q, keys, values, first, every, lengths, starts, *rest = arguments
     return BlockOperands(q, _in_order(keys), _in_order(values), first, every, lengths, *rest), CallRows(first, lengths, starts)
 
 
 def _in_order(planes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return planes that are contiguous and begin at a multiple of 16 bytes, by which kernels load codes: a copy of one that does not."""
+    """Return the planes, each copied unless it is contiguous and begins at a multiple of 16 bytes, as the kernels' loads require."""
     return [
         plane if plane.is_contiguous() and not plane.data_ptr() % 16 else plane.clone(memory_format=torch.contiguous_format)
         for plane in planes

@@ -1,1 +1,1 @@
-"""transformers' continuous batching over pools of codes: an attention function, and allocators of its cache."""
+"""transformers' continuous batching over pools of codes: an attention function, and allocators for the engine's cache."""

@@ -1,9 +1,10 @@
-"""Allocators of transformers' paged cache whose pages hold codes: the engine's own flat memory becomes one pool a layer.
+"""Allocators for transformers' paged cache with pages of codes: they view the engine's own memory as one pool for each layer.
 
-A block of the engine has a page of each layer side by side, so layer i's pool is uint8 [blocks, K, bytes] with the stride of a block, a
-view of the flat tensor. Nothing else is allocated. Copies of blocks (forks, offloading) move bytes, and stay right.
+A block of the engine has one page of each layer, side by side. So the pool of a layer is uint8 [blocks, K, bytes], a view of the engine's
+flat tensor with the stride of a block; nothing else is allocated. The engine copies blocks (forks, offloading) as bytes, which keeps codes
+intact.
 
-Imported where transformers is at hand, by ``installation`` alone.
+Only ``installation`` imports this module, since it needs transformers.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ SKIPPED = -1
 
 
 class CodesAllocator(FullAttentionCacheAllocator):  # type: ignore[misc]
-    """The allocator of full-attention layers over codes. Write indices are slots, read indices are the blocks of each row in order."""
+    """The allocator of full-attention layers over codes: write indices are slots, read indices are the blocks of each request in order."""
 
     rows_per_token = 1
     layer_type = "full_attention"
 
     def __new__(cls, **given: Any) -> Any:
-        """Return the engine's own allocator where no model of ours is being built."""
+        """Return a new allocator; the engine's own kind unless this thread is building a cache for a model with codes."""
         return super().__new__(cls) if BUILDING.get() is not None else STOCK[cls.layer_type](**given)
 
     def __init__(self, **given: Any) -> None:
@@ -52,14 +53,14 @@ class CodesAllocator(FullAttentionCacheAllocator):  # type: ignore[misc]
 
     @classmethod
     def get_bytes_per_page(cls, num_key_value_heads: int, head_dim: int, cache_dtype: torch.dtype, page_size: int) -> int:
-        """Return the bytes of a page of one layer: its codes where a model of ours is being built."""
+        """Return the bytes of one layer's page: of codes if this thread builds a cache for a model with codes, else of dense tokens."""
         served = BUILDING.get()
         if served is None:
             return int(FullAttentionCacheAllocator.get_bytes_per_page(num_key_value_heads, head_dim, cache_dtype, page_size))
         return served.page_bytes(num_key_value_heads, head_dim, cache_dtype, page_size)
 
     def register_cache_tensor(self, bytes_per_sector: int, non_trash_bytes: int, cache_tensor: torch.Tensor, pool: Any) -> None:
-        """Take the engine's flat memory, and view it as a pool for each layer."""
+        """Store the engine's flat memory ``cache_tensor``, and views of it as one pool for each layer."""
         self.bytes_per_sector = bytes_per_sector
         self._copy_view = cache_tensor.view(-1, self.bytes_per_block)
         self._after_cache_tensor_init(non_trash_bytes, bytes_per_sector, cache_tensor, pool)
@@ -67,14 +68,14 @@ class CodesAllocator(FullAttentionCacheAllocator):  # type: ignore[misc]
         self.pools = {layer: self._pool(place, layer) for place, layer in enumerate(self.layer_indices)}
 
     def _pool(self, place: int, layer: int) -> Pool:
-        """Return the pool of a layer whose page is the one number ``place`` in a block."""
+        """Return the pool of layer ``layer``, whose page has index ``place`` in each block of the engine."""
         layout = self.served.layout(layer, self.num_key_value_heads, self.head_dim, self.cache_dtype, self.tokens_per_page)
         pages = self._copy_view[:, place * self.bytes_per_page : (place + 1) * self.bytes_per_page]
         data = pages.unflatten(1, (layout.heads, layout.head_bytes))
         return Pool(layout, data, *layout.tables(data.device))
 
     def get_read_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
-        """Return the blocks of a request that have tokens after this step, in order."""
+        """Return the indices of the blocks that hold a request's tokens after this step, in order."""
         used = -(-(past_length + query_length) // self.tokens_per_page)
         return list(self.block_table[request_id][:used])
 
@@ -89,9 +90,9 @@ class CodesAllocator(FullAttentionCacheAllocator):  # type: ignore[misc]
 
 
 class SlidingCodesAllocator(CodesAllocator):
-    """The allocator of sliding-window layers over codes: it keeps all tokens, and the attention looks at the window's.
+    """The allocator of sliding-window layers over codes: it keeps all tokens of a request, and attention masks those outside of the window.
 
-    The engine's own is a ring, in which a step's new tokens overwrite those that its first queries still see.
+    The engine's own allocator is a ring buffer, in which a step's new tokens overwrite tokens that its first queries still see.
     """
 
     layer_type = "sliding_attention"
@@ -111,7 +112,7 @@ OURS = {kind.layer_type: kind for kind in (CodesAllocator, SlidingCodesAllocator
 
 @contextlib.contextmanager
 def building(served: ServedLayers) -> Iterator[None]:
-    """Within the context, caches of the engine that this thread builds are made of codes."""
+    """Make the engine allocate caches of codes, for the layers ``served``, if this thread builds them inside of the context."""
     with LOCK:
         table: dict[str, Any] = engine.ATTN_TYPE_TO_ALLOCATOR
         names, former = vars(engine), dict(table)

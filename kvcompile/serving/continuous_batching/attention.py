@@ -1,8 +1,8 @@
-"""The attention function of continuous batching: what transformers passes a layer goes in, attention over its pool of codes comes out.
+"""The attention function of continuous batching: transformers calls it for each layer, and it attends over that layer's pool of codes.
 
-The engine packs the new tokens of all requests into one row, and says by cumulative lengths which are whose. Its write index is our slots.
-Of the blocks of each request it passes a table for a step of one token each (its decode path), their list (``allocators``) for any other
-step that reads, and nothing for a step of whole prompts, whose blocks the slots name.
+The engine packs the new tokens of all requests into one row, and gives each request's range by cumulative lengths. Its write index is the
+argument ``slots`` of our operations. It gives the blocks of each request as a block table for a step of one token each (its decode path),
+as a list (``allocators``) for any other step that reads cached tokens, and not at all for a step of whole prompts, whose slots show them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvcompile.serving.continuous_batching.versions import ENGINE, CallNames
 
 @dataclasses.dataclass(frozen=True)
 class StepTables:
-    """The operands of ``kvcompile.serving.operations`` for all layers of a kind in one step."""
+    """The operands of ``kvcompile.serving.operations`` that all layers of one kind (full or sliding attention) share in one step."""
 
     slots: torch.Tensor
     block_table: torch.Tensor
@@ -33,7 +33,7 @@ def attend_codes(
     arguments: CallNames, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None,
     cache: Any, passed: Mapping[str, Any],
 ) -> torch.Tensor:
-    """Write new keys and values [1, K, T, D] of a layer into its pool and attend with queries [1, H, T, D]; returns [1, T, H, Dv]."""
+    """Write a layer's new keys and values [1, K, T, D] into its pool; return attention with queries [1, H, T, D]: [1, T, H, Dv]."""
     layer: int = module.layer_idx  # type: ignore[assignment]
     allocator = cache.layer_to_allocator[layer]
     pool = allocator.pools[layer]
@@ -48,9 +48,10 @@ def attend_codes(
 
 
 def step_tables(arguments: CallNames, allocator: Any, layer: int, passed: Mapping[str, Any]) -> StepTables:
-    """Return the tables of this step, made by the first layer of a kind and kept for the others.
+    """Return this step's tables; the first layer of each kind makes them, and the others use the same.
 
-    Under a compiler each layer makes them, and the compiler finds that they are equal. Notes in the allocator that ``layer`` was called.
+    While a compiler traces, each layer makes its own, and the compiler merges the equal ones. Records in the allocator that ``layer`` was
+    called.
     """
     compiling = torch.compiler.is_compiling()
     if not compiling:
@@ -85,7 +86,10 @@ def _step_tables(arguments: CallNames, allocator: Any, passed: Mapping[str, Any]
 
 
 def window_of(allocator: Any, layer: int, passed: Mapping[str, Any]) -> int:
-    """Return the window of a layer, 0 for none. Raises EngineUnfit if the model and its config differ about it."""
+    """Return the number of tokens in a layer's window, 0 for none.
+
+    Raises EngineUnfit if the model passes another window than its config has.
+    """
     given = passed.get("sliding_window") or 0
     window: int = getattr(allocator, "window", 0)
     if given != window:
@@ -97,7 +101,7 @@ def window_of(allocator: Any, layer: int, passed: Mapping[str, Any]) -> int:
 
 
 def require_plain(cache: Any, layer: object, passed: Mapping[str, Any]) -> None:
-    """Raise EngineUnfit for a call outside of continuous batching, and for what paged attention has no operand for."""
+    """Raise EngineUnfit for a call outside of continuous batching, and for arguments that paged attention does not support."""
     refusals = (
         (cache is None, "a paged cache", "none", "leave continuous batching's context before calling the model in another way"),
         (

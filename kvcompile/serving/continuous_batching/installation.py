@@ -1,7 +1,8 @@
-"""``kvcompile.serving.install``: a model of transformers and a scheme go in, and the model's continuous batching stores codes from then on.
+"""``kvcompile.serving.install``: make a transformers model's continuous batching store its cache as codes of a scheme.
 
-A model is changed in one place, its ``init_continuous_batching``, through which ``generate_batch``, the context manager and ``transformers
-serve`` all go. Outside of it the model attends as before. Transformers' own tables are changed while a cache is built, and put back.
+One attribute of the model is replaced, ``init_continuous_batching``, which ``generate_batch``, the context manager and ``transformers
+serve`` all call. Outside of continuous batching the model attends as before. Tables in transformers' own modules are changed while a cache
+is built, and restored afterwards.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ ENTRY = "init_continuous_batching"
 def install(model: Any, scheme: Scheme | str = "int4", values: Scheme | str | None = None) -> None:
     """Let a model's continuous batching (``model.generate_batch``) store codes of ``scheme``, or of ``values`` for its values.
 
-    Raises NotPaged for a scheme that blocks cannot hold, and EngineUnfit for a model that the engine cannot serve so, or a version of
-    transformers that was never tried. A second call replaces the scheme; ``remove`` takes it out.
+    Raises NotPaged for a scheme that blocks cannot hold, and EngineUnfit for a model that the engine cannot serve with codes, or for a
+    version of transformers that was never tried. A second call replaces the scheme; ``remove`` restores the model.
     """
     import transformers
 
@@ -51,7 +52,10 @@ def install(model: Any, scheme: Scheme | str = "int4", values: Scheme | str | No
 
 
 def remove(model: Any) -> None:
-    """Take codes out of a model's continuous batching, with the manager that was kept for its next session; else do nothing."""
+    """Restore dense caches in a model's continuous batching; do nothing for a model that was not changed by ``install``.
+
+    The manager that the model kept for its next session is destroyed, since its cache holds codes.
+    """
     if SERVED in model.__dict__:
         model.destroy_cached_continuous_batching_manager()
         del model.__dict__[SERVED], model.__dict__[ENTRY]
@@ -60,9 +64,9 @@ def remove(model: Any) -> None:
 def _init_continuous_batching(
     model: Any, generation_config: Any = None, continuous_batching_config: Any = None, workload_hints: Any = None, *, name: str,
 ) -> Any:
-    """Return the engine's manager, which attends by our function and builds its cache of codes; see transformers' method of this name.
+    """Return transformers' manager, changed to attend by our function and to build its cache from codes; see the method of this name there.
 
-    Raises EngineUnfit for a page size that blocks do not have.
+    Raises EngineUnfit for a page size that blocks do not support.
     """
     page = 256 if continuous_batching_config is None else continuous_batching_config.page_size
     if not LEAST_PAGE <= page <= MOST_PAGE:
@@ -88,7 +92,7 @@ def _init_continuous_batching(
 
 
 def _build_of_codes(manager: Any, served: ServedLayers) -> None:
-    """Let a manager build its cache under ``allocators.building``."""
+    """Change a manager, in place, so that it builds its cache from codes (``allocators.building``) and logs the cache's size."""
     from kvcompile.serving.continuous_batching.allocators import building
 
     build = manager._create_batch_processor
@@ -109,7 +113,10 @@ def _build_of_codes(manager: Any, served: ServedLayers) -> None:
 
 
 def _look_once(processor: Any, settings: Any) -> None:
-    """Raise EngineUnfit behind the first step if a layer attended in another way: its tokens would be those of an empty cache."""
+    """Change a processor, in place, to raise EngineUnfit after its first step if a layer did not attend by our function.
+
+    Such a layer would have read an empty cache. Does nothing for a compiled step, in which calls cannot be observed.
+    """
     if settings.varlen_compile_config is not None or settings.decode_compile_config is not None:
         return
     step = processor._generation_step
@@ -140,7 +147,10 @@ def _told(cache: Any) -> str:
 
 
 def _allow_decode_path(manager: Any, config: Any, asked: Any, hints: Any) -> None:
-    """Turn the engine's decode path on, with its block tables: it asks for a FlashAttention by name, and ours needs none."""
+    """Enable the engine's decode path, with block tables, in ``manager``: the engine enables it for FlashAttention only.
+
+    Does nothing for models with other layers than full attention.
+    """
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
     from transformers.generation.continuous_batching import initialization
     from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
@@ -162,7 +172,7 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     """Write a step's keys and values into a layer's pool; return (attention over its codes, None), as transformers' attention functions do.
 
-    No mask is needed: rows are causal, and apart by their lengths.
+    ``attention_mask`` is not needed: attention is causal, and lengths separate the requests.
     """
     require_plain(cache, getattr(module, "layer_idx", None), passed)
     return attend_codes(arguments, module, query, key, value, scaling, cache, passed), None
@@ -177,7 +187,7 @@ def _pair(scheme: Scheme | str, values: Scheme | str | None) -> tuple[Scheme, Sc
 
 
 def _schemes(model: Any, key: Scheme, value: Scheme) -> Iterator[tuple[int, tuple[Scheme, Scheme]]]:
-    """Yield each attention layer's index, and its schemes with the tables of its module."""
+    """Yield (index of an attention layer, its schemes of keys and values with the tables of its module) for each attention layer."""
     for path, module in model.named_modules():
         if isinstance(getattr(module, "layer_idx", None), int) and hasattr(module, "head_dim"):
             yield module.layer_idx, (key.for_module(path), value.for_module(path))
@@ -198,7 +208,7 @@ def _require_servable(model: Any) -> None:
 
 
 def _require_layers(config: Any, served: ServedLayers, dtype: torch.dtype) -> None:
-    """Raise EngineUnfit, NotPaged or BadBlock unless every layer's cache is one that blocks of codes hold."""
+    """Raise EngineUnfit, NotPaged or BadBlock unless blocks of codes can hold the cache of every layer."""
     from transformers.generation.continuous_batching.utils import find_head_dim, find_num_key_value_heads
 
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}

@@ -1,4 +1,4 @@
-"""ServedLayers: schemes by layer go in, layouts and bytes of a page of the engine's memory come out."""
+"""ServedLayers: the schemes of a model's layers, and from them each layer's block layout and page size."""
 
 from __future__ import annotations
 
@@ -15,17 +15,20 @@ from kvcompile.serving.continuous_batching.versions import ENGINE
 
 @dataclasses.dataclass(frozen=True)
 class ServedLayers:
-    """Schemes of keys and of values by layer index, each with the tables of its layer."""
+    """The schemes of keys and of values by layer index, each with the learned tables or scales of its layer."""
 
     schemes: Mapping[int, tuple[Scheme, Scheme]]
 
     def layout(self, layer: int, heads: int, head_dim: int, dtype: torch.dtype, page: int) -> BlockLayout:
-        """Return the layout of a layer's blocks."""
+        """Return the block layout of layer ``layer``. Raises the errors of ``BlockLayout``."""
         keys, values = self.schemes[layer]
         return BlockLayout.of(keys, heads, head_dim, values=values, page=page, dtype=dtype)
 
     def page_bytes(self, heads: int, head_dim: int, dtype: torch.dtype, page: int) -> int:
-        """Return the bytes of a page of one layer. Raises EngineUnfit if layers differ: the engine has one size for all."""
+        """Return the bytes of one layer's page.
+
+        Raises EngineUnfit if layers differ in it, since the engine has one page size for all layers.
+        """
         found = {self.layout(layer, heads, head_dim, dtype, page).block_bytes for layer in self.schemes}
         if len(found) != 1:
             raise EngineUnfit(

@@ -1,4 +1,4 @@
-"""Versions of transformers whose continuous batching is known, with what differs between them."""
+"""The versions of transformers whose continuous batching was tried, and the names that differ between them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ ENGINE = "transformers' continuous batching"
 
 @dataclasses.dataclass(frozen=True)
 class CallNames:
-    """How a version names our attention function, and the arguments that it calls it with.
+    """The name under which a version of transformers finds our attention function, and the names of the arguments that it passes.
 
-    ``name``: the function's. Behind "flash" the engine makes no mask; 5.18 asks for "paged|", which later versions cut off.
-    ``queries``, ``keys``: the names of the longest query and of the longest row; ``by_type``: lengths of keys come in a dict by layer type,
-    also where a model has one type alone.
+    ``name``: the function's name. The engine makes no mask for a name that contains "flash"; 5.18 needs the prefix "paged|", which later
+    versions remove. ``queries``, ``keys``: the names of the arguments with the longest query and the longest row. ``by_type``: the lengths
+    of keys are a dict by layer type, even if the model has only one type.
     """
 
     name: str
@@ -31,7 +31,7 @@ VERSIONS = {(5, 18): FIRST, (5, 19): PRESENT, (5, 20): PRESENT, (5, 21): PRESENT
 
 
 def arguments_of(version: str) -> CallNames:
-    """Return the names of a version of transformers, ``5.23.0``. Raises EngineUnfit for one that was never tried."""
+    """Return the names that a version of transformers, such as ``5.23.0``, uses. Raises EngineUnfit for a version that was never tried."""
     found = re.match(r"(\d+)\.(\d+)", version)
     known = VERSIONS.get((int(found[1]), int(found[2]))) if found else None
     if known is None:

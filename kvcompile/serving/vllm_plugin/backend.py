@@ -1,7 +1,8 @@
-"""vLLM's classes of an attention backend over codes; imported by the engine alone, by the names that ``plugin`` registers.
+"""vLLM's classes of an attention backend, for a cache of codes; only the engine imports them, by the names that ``plugin`` registers.
 
-The engine's cache of a layer is [blocks, K, page, cells], where a head's block is contiguous (layout LBHNC): as bytes it is our pool, whose
-planes lie in the head's block one behind the other. Its slot mapping is our slots, its block table and lengths are ours.
+The engine's cache of a layer is [blocks, K, page, cells], in which a head's block is contiguous (layout LBHNC). Its bytes are used as our
+pool, with a head's planes one after another in the head's block. The engine's slot mapping, block table and lengths are passed to our
+operations unchanged.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class CodesMetadata(AttentionMetadata):
 
 
 class CodesBackend(AttentionBackend):
-    """Attention over blocks of codes: what the engine asks a backend before it allocates."""
+    """vLLM's description of attention over blocks of codes: the methods by which the engine learns page sizes, layouts and features."""
 
     forward_includes_kv_cache_update = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
@@ -59,27 +60,27 @@ class CodesBackend(AttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type[CodesImpl]:
-        """Return the class of a layer's attention."""
+        """Return the class that computes a layer's attention, CodesImpl."""
         return CodesImpl
 
     @staticmethod
     def get_builder_cls() -> type[CodesBuilder]:
-        """Return the class that makes a step's operands."""
+        """Return the class that makes a step's operands, CodesBuilder."""
         return CodesBuilder
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:  # noqa: ARG004 - the engine calls it so
-        """Return the sizes of pages: whole planes of 16 tokens, so that no byte is lost to alignment."""
+        """Return the supported page sizes: multiples of 16 tokens, so that no byte of a plane is lost to alignment."""
         return [MultipleOf(LEAST_PAGE)]
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """Return the layout in which a head's block is contiguous."""
+        """Return (LBHNC,), the layout in which a head's block is contiguous."""
         return (KVCacheLayout.LBHNC,)
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """Return a layer's spec with the bytes of codes of a token and head, for the engine's allocator; ``spec`` itself if it has them."""
+        """Return a layer's spec with the number of bytes that codes take per token and head; unchanged if it has that number already."""
         if spec.state_content_bytes is not None:
             return spec
         keys, values = asked()
@@ -88,22 +89,22 @@ class CodesBackend(AttentionBackend):
 
     @classmethod
     def supports_sink(cls) -> bool:
-        """Return True: sinks are an operand."""
+        """Return True: attention takes learned sinks."""
         return True
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
-        """Return True: a window is an operand, and blocks that the engine freed behind it are not looked at."""
+        """Return True: attention takes a window, and does not read blocks before it, which the engine may have freed."""
         return True
 
     @classmethod
     def supports_kv_connector(cls) -> bool:
-        """Return False: connectors know blocks by the name of a dtype, which does not say the scheme here."""
+        """Return False: connectors identify the contents of blocks by the name of a dtype, which does not include our scheme."""
         return False
 
 
 class CpuCodesBackend(CodesBackend):
-    """CodesBackend under the name of the one backend that vLLM takes on a CPU."""
+    """CodesBackend under the name CPU_ATTN, the only attention backend that vLLM uses on a CPU."""
 
     @staticmethod
     def get_name() -> str:
@@ -112,7 +113,7 @@ class CpuCodesBackend(CodesBackend):
 
 
 class CodesBuilder(AttentionMetadataBuilder[CodesMetadata]):
-    """Builder of a step's operands from those of the engine; it logs once what codes take."""
+    """Builder that makes a step's operands from the engine's metadata; it logs once the schemes and the number of tokens that fit."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
     reorder_batch_threshold = 1
@@ -126,7 +127,7 @@ class CodesBuilder(AttentionMetadataBuilder[CodesMetadata]):
             log.warning("kvcompile: %s", warning)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> CodesMetadata:
-        """Return a step's operands; no number of the device is read. Raises EngineUnfit unless attention is causal."""
+        """Return a step's operands, without reading values from the device. Raises EngineUnfit unless attention is causal."""
         common = common_attn_metadata
         if common.causal is not True:
             raise EngineUnfit(
@@ -139,7 +140,7 @@ class CodesBuilder(AttentionMetadataBuilder[CodesMetadata]):
 
 
 class CodesImpl(AttentionImpl[CodesMetadata]):
-    """One layer's attention: its new tokens are written as codes, its queries attend over them."""
+    """One layer's attention: it writes new tokens into the layer's pool as codes, and attends over the codes."""
 
     def __init__(
         self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None, alibi_slopes: list[float] | None = None,
@@ -174,9 +175,9 @@ class CodesImpl(AttentionImpl[CodesMetadata]):
         attn_metadata: CodesMetadata | None, output: torch.Tensor, output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Write attention with queries [T, H, D] over the codes of their rows into ``output`` [T, H, Dv] and return it.
+        """Attend with queries [T, H, D] over the codes of their requests; write the result into ``output`` [T, H, Dv] and return it.
 
-        Without ``attn_metadata`` it is set to zeros. Raises what ``refuse`` raises for quantized outputs.
+        Without ``attn_metadata`` the result is zeros. Raises EngineUnfit for a quantized output.
         """
         refuse(output_scale is not None or output_block_scale is not None, "results in the model's dtype", "a quantized output")
         if attn_metadata is None:
@@ -192,7 +193,7 @@ class CodesImpl(AttentionImpl[CodesMetadata]):
         return output
 
     def pool_of(self, kv_cache: torch.Tensor, dtype: torch.dtype, value_dim: int) -> Pool:
-        """Return the pool that the engine's cache of this layer is; made once for a cache."""
+        """Return a view of the engine's cache of this layer as a Pool; kept until another cache is passed."""
         if self.pool is None or self.source is not kv_cache:
             _, heads, page, _ = kv_cache.shape
             layout = layout_of_blocks(*asked(), heads, self.head_size, value_dim, page, dtype)
@@ -202,7 +203,7 @@ class CodesImpl(AttentionImpl[CodesMetadata]):
 
 
 def asked() -> tuple[Scheme, Scheme]:
-    """Return the schemes of the environment. Raises EngineUnfit without any: the backend was named, the schemes were not."""
+    """Return the schemes of keys and values that the environment names. Raises EngineUnfit if it names none."""
     found = schemes()
     if found is None:
         raise EngineUnfit(engine=ENGINE, expected=f"a scheme in {VARIABLE}", found="none", todo=f"start the engine with {VARIABLE}=int4")
@@ -210,13 +211,13 @@ def asked() -> tuple[Scheme, Scheme]:
 
 
 def refuse(applies: bool, expected: str, found: str) -> None:
-    """Raise EngineUnfit where it applies."""
+    """Raise EngineUnfit, with the expected and the found value, if ``applies`` is true."""
     if applies:
         raise EngineUnfit(engine=ENGINE, expected=expected, found=found, todo=f"unset {VARIABLE} for this model")
 
 
 def require_plain(config: Any) -> None:
-    """Raise EngineUnfit for settings of the engine that were never tried over codes."""
+    """Raise EngineUnfit for engine settings that were never tried with codes: context parallelism, speculative decoding, connectors."""
     parallel = config.parallel_config
     refuse(parallel.decode_context_parallel_size > 1, "decode_context_parallel_size=1", str(parallel.decode_context_parallel_size))
     refuse(config.speculative_config is not None, "no speculative decoding", "a speculative_config")
@@ -224,7 +225,7 @@ def require_plain(config: Any) -> None:
 
 
 def told(spec: Any, layers: int, blocks: int | None) -> str:
-    """Return the line that a start logs for a group of layers: schemes, bytes a token, tokens that fit, and how many would dense."""
+    """Return the text logged for a group of layers: schemes, bytes of a token, tokens that fit, and how many would fit dense."""
     keys, values = asked()
     token = layers * spec.page_size_bytes // spec.block_size
     dense = layers * spec.num_kv_heads * (spec.head_size + spec.head_size_v) * spec.dtype.itemsize

@@ -1,4 +1,4 @@
-"""The entry point of group ``vllm.general_plugins``: vLLM calls it in each of its processes, before the engine."""
+"""The entry point of group ``vllm.general_plugins``, which vLLM calls in each of its processes before it makes an engine."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ CPU_BACKEND = "kvcompile.serving.vllm_plugin.backend.CpuCodesBackend"
 
 
 def register() -> None:
-    """Register the backend ``CUSTOM`` if ``KVCOMPILE_SCHEME`` is set; else do nothing.
+    """Register the backend ``CUSTOM`` with vLLM if ``KVCOMPILE_SCHEME`` is set; otherwise do nothing.
 
-    Raises EngineUnfit for a version of vLLM that the plugin was never tried in, and a SchemeError for a text that names no scheme. The
-    engine calls this once a process: the backend is registered ahead of the latter, or a second start would go on without codes.
+    Raises EngineUnfit for a version of vLLM with which the plugin was never tried, and a SchemeError for a text that names no scheme. vLLM
+    calls this once a process. The backend is registered before the text is read: otherwise an engine started again after a SchemeError
+    would run without codes.
     """
     if not os.environ.get(VARIABLE, "").strip():
         return

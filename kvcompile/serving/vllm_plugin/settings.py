@@ -1,4 +1,4 @@
-"""Settings of the plugin: the schemes of ``KVCOMPILE_SCHEME``, and the layout of an engine's blocks with them."""
+"""Settings of the plugin: the schemes that ``KVCOMPILE_SCHEME`` names, and the block layout of an engine with these schemes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ VARIABLE = "KVCOMPILE_SCHEME"
 
 
 def schemes() -> tuple[Scheme, Scheme] | None:
-    """Return the schemes of keys and values that the environment asks for, None for no codes. Raises a SchemeError for an unknown one."""
+    """Return the schemes of keys and values that ``KVCOMPILE_SCHEME`` names, None if it is empty.
+
+    Raises a SchemeError for an unknown scheme.
+    """
     text = os.environ.get(VARIABLE, "").strip()
     return parse_pair(text) if text else None
 
@@ -25,13 +28,19 @@ def schemes() -> tuple[Scheme, Scheme] | None:
 def layout_of_blocks(
     keys: Scheme, values: Scheme, heads: int, head_dim: int, value_dim: int, page: int, dtype: torch.dtype,
 ) -> BlockLayout:
-    """Return the layout of blocks of ``page`` tokens. Raises NotPaged, or the scheme's error for tables that a text cannot bring."""
+    """Return the layout of blocks of ``page`` tokens.
+
+    Raises NotPaged, or the scheme's error if it needs tables, which a text does not contain.
+    """
     layout = BlockLayout.of(keys, heads, head_dim, values=values, value_dim=value_dim, page=page, dtype=dtype)
     layout.tables(torch.device("cpu"))
     return layout
 
 
 def bytes_of_token(keys: Scheme, values: Scheme, head_dim: int, value_dim: int, dtype: torch.dtype) -> int:
-    """Return the bytes of one token and head, in whole elements of ``dtype``: pages of a multiple of 16 lose none to alignment."""
+    """Return the bytes of one token and head, rounded up to a multiple of the size of ``dtype``.
+
+    A page that is a multiple of 16 tokens loses no byte to alignment, so bytes of a token times tokens are the bytes of a page.
+    """
     exact = layout_of_blocks(keys, values, 1, head_dim, value_dim, LEAST_PAGE, dtype).head_bytes // LEAST_PAGE
     return -(-exact // dtype.itemsize) * dtype.itemsize

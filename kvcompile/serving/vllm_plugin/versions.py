@@ -1,4 +1,4 @@
-"""Versions of vLLM that the plugin was tried in."""
+"""The versions of vLLM with which the plugin was tried."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FIRST, LAST = (0, 32), (0, 32)
 
 
 def require_known(version: str) -> None:
-    """Raise EngineUnfit for a version of vLLM, ``0.32.0+cpu``, that the plugin was never tried in."""
+    """Raise EngineUnfit for a version of vLLM, such as ``0.32.0+cpu``, with which the plugin was never tried."""
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is None or not FIRST <= (int(found[1]), int(found[2])) <= LAST:
         known = ".".join(map(str, FIRST)) if FIRST == LAST else f"{'.'.join(map(str, FIRST))} to {'.'.join(map(str, LAST))}"
