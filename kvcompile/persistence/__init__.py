@@ -1,1 +1,1 @@
-"""Persistence: caches that are saved to a file, loaded in another process, or shared by several conversations."""
+"""Persistence: caches that are saved to a file and loaded in another process, or forked so that several conversations share a prefix."""

@@ -1,8 +1,8 @@
-"""Cache file: a compressed cache in a file of safetensors, for another process, and the cache made from it again.
+"""Cache file: save a compressed cache as a file of safetensors, and load it in another process.
 
-The planes stand in the file as they are in memory, by the names of their tensors in the cache (``layers.0.keys/0/codes``). The metadata has
-the cache's structure, the schemes' texts, the model's fingerprint and a hash of each row's tokens. Nothing of a file that differs from what
-the caller names is loaded.
+The file holds the planes as they are in memory, by the names of their tensors in the cache (``layers.0.keys/0/codes``). Its metadata holds
+the cache's structure, the schemes' texts, the model's fingerprint and a hash of each row's tokens. If any of these differs from the
+arguments of ``load_cache``, nothing is loaded.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ FILE = ModelFile("kvcompile-cache-1", "a compressed cache", CacheUnfit, AGAIN)
 def save_cache(cache: Any, path: str | Path, *, tokens: Tokens | None = None, model: torch.nn.Module | None = None) -> None:
     """Save a compressed cache as a file of safetensors, codes unchanged; the file appears whole or not at all. Waits for the device.
 
-    ``cache``: a cache of transformers, or lists, tuples and dicts of tensors and numbers; tensors that are not compressed are saved too.
-    ``tokens``: the ids [B, T] of the cache's tokens, or more, such as what ``generate`` returned; ``model``: the model that computed them.
-    Of what is given the file has a hash, and ``load_cache`` asks for the same. Raises CacheUnfit for what cannot be saved.
+    ``cache``: a cache of transformers, or lists, tuples and dicts of tensors and numbers; dense tensors in it are saved too. ``tokens``:
+    the ids [B, T] of the cache's tokens, optionally with later ones, such as the result of ``generate``. ``model``: the model that computed
+    them. The file keeps hashes of ``tokens`` and ``model`` if they are given; ``load_cache`` must then get the same ones. Raises CacheUnfit
+    for a cache that a file cannot hold.
     """
     found = CacheTensors()
     tree = found.tree(cache)
@@ -61,12 +62,14 @@ def load_cache(
     path: str | Path, *, tokens: Tokens | None = None, model: torch.nn.Module | None = None, scheme: object = None,
     device: str | torch.device | None = None,
 ) -> Any:
-    """Return the cache in a file of ``save_cache``, which a compiled model goes on with. Raises CacheUnfit for anything that differs.
+    """Return the cache in a file that ``save_cache`` wrote, for a compiled model to continue.
 
-    ``tokens``, ``model``: as given to ``save_cache``; both must be given if they were then, and only then. ``tokens`` may be more than
-    the cache's: its first ones are compared.
-    ``scheme``: what ``kvcompile.backend`` takes, or the backend itself; needed for schemes with learned tables or measured scales, and
-    compared with the file's for all others. ``device``: where to load it; None for the devices that it was saved from.
+    Raises CacheUnfit if an argument does not match it.
+
+    ``tokens``, ``model``: as given to ``save_cache``; each must be given if it was given there, and only then. ``tokens`` may be longer
+    than the cache: its first ones are compared. ``scheme``: the argument ``scheme`` of ``kvcompile.backend``, or the backend itself;
+    required for schemes with learned tables or measured scales, and compared with the file's scheme otherwise. ``device``: the device to
+    load to; None for the devices that the tensors were saved from.
     """
     path, stored, dense = Path(path), dict[str, StoredCache](), dict[str, tuple[int, torch.dtype, str]]()
     policy = None if scheme is None else policy_of(getattr(scheme, "policy", scheme))
@@ -102,7 +105,7 @@ def load_cache(
 
 
 def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return tensors of which no two share memory, as the format wants it: forks do."""
+    """Return the tensors, with a copy of each that shares memory with an earlier one (forks do): safetensors forbids sharing."""
     seen, found = set[int](), dict[str, torch.Tensor]()
     for name, tensor in tensors.items():
         place = tensor.untyped_storage().data_ptr()
@@ -112,7 +115,7 @@ def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _check_packages(path: Path, packages: Mapping[str, str]) -> None:
-    """Raise CacheUnfit if objects in the file are of another minor version of their package: their attributes may differ."""
+    """Raise CacheUnfit if a package is installed in another minor version than that of the file's objects: attributes may differ."""
     for name, held in packages.items():
         try:
             found = importlib.metadata.version(name)
@@ -126,7 +129,7 @@ def _check_packages(path: Path, packages: Mapping[str, str]) -> None:
 
 
 def _check_devices(path: Path, devices: Iterable[str]) -> None:
-    """Raise CacheUnfit if this process does not have the devices that a file is loaded to."""
+    """Raise CacheUnfit if this process has none of the devices named ``devices``, to which the file ``path`` is to be loaded."""
     for device in sorted(devices):
         try:
             torch.empty(0, device=device)
@@ -138,7 +141,7 @@ def _check_devices(path: Path, devices: Iterable[str]) -> None:
 
 
 def _check_model(path: Path, held: str, model: torch.nn.Module | None) -> None:
-    """Raise CacheUnfit unless the file has the fingerprint ``held`` of ``model``, or neither is given."""
+    """Raise CacheUnfit unless the file's fingerprint ``held`` is that of ``model``, or the file has none and no model is given."""
     if model is None and held:
         raise CacheUnfit(
             expected=f"model=, as {path} has the fingerprint {held} of a model", found="none",
@@ -154,7 +157,7 @@ def _check_model(path: Path, held: str, model: torch.nn.Module | None) -> None:
 
 
 def _check_tokens(path: Path, held: TokenHashes | None, tokens: Tokens | None) -> None:
-    """Raise CacheUnfit unless ``tokens`` begin with those of which the file has the hashes ``held``, or neither is given."""
+    """Raise CacheUnfit unless ``tokens`` begin with the tokens whose hashes the file has (``held``), or both are None."""
     if held is None:
         if tokens is not None:
             raise CacheUnfit(

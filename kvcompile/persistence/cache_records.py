@@ -1,4 +1,4 @@
-"""Cache records: what a file says of a compressed cache tensor beside its planes, and the tensor made from both again."""
+"""Cache records: the facts of a compressed cache tensor that a file holds besides its planes, and the tensor made from facts and planes."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from kvcompile.types import Extent, Layout, SlotSpec
 
 @dataclass(frozen=True)
 class StoredPart:
-    """One store: its part of the cache tensor, slot and layout, rows; the scheme's text, and its name with the digests of its data.
+    """The facts of one store: its part of the cache tensor, axes, slot, number of rows, scheme and layout.
 
-    ``padded``: whether planes of tokens before each row's origin follow (``Store.padding``).
+    ``scheme``: its text; ``name``: its display name, which also identifies its tables or scales. ``padded``: whether the file has further
+    planes, with the tokens before each row's origin (``Store.padding``).
     """
 
     part: Part
@@ -38,7 +39,7 @@ class StoredPart:
     padded: bool
 
     def entries(self, name: str) -> Iterator[tuple[str, Entry]]:
-        """Yield (tensor name, declared shape and dtype) of each plane of this store in a file; names are ``name``/plane."""
+        """Yield (name in the file, declared shape and dtype) for each plane of this store; names are ``name``/plane."""
         for plane in self.layout.planes:
             shape: tuple[int | None, ...] = plane.shape_of(None, self.rows, self.slot.heads)
             if plane.extent not in {Extent.TOKENS, Extent.STORE}:
@@ -48,7 +49,7 @@ class StoredPart:
 
 @dataclass(frozen=True)
 class StoredCache:
-    """One compressed cache tensor: what a pickle of it has (``handle.operations.rebuild``), and the module path of its attention."""
+    """The facts of one compressed cache tensor: those that ``handle.operations.rebuild`` takes, and the module path of its attention."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -63,7 +64,7 @@ class StoredCache:
 
     @staticmethod
     def of(handle: CompressedCache, name: str) -> StoredCache:
-        """Return the record of a compressed cache tensor called ``name``. Raises CacheUnfit for one that a file cannot hold."""
+        """Return the facts of a compressed cache tensor called ``name``. Raises CacheUnfit for a tensor that a file cannot hold."""
         resume(handle)
         state = handle._kv
         if not in_one(state, handle.shape):
@@ -93,23 +94,23 @@ class StoredCache:
         return self.parts[0].rows
 
     def places(self, name: str) -> Iterator[tuple[str, StoredPart]]:
-        """Yield what the names of planes in a file begin with, for each set of planes, with its part."""
+        """Yield (prefix of the planes' names in the file, part) for each part's planes and, if it has them, its planes of padding."""
         for index, item in enumerate(self.parts):
             yield f"{name}/{index}", item
             if item.padded:
                 yield f"{name}/{index}/padding", item
 
     def entries(self, name: str) -> dict[str, Entry]:
-        """Return the tensors that a file holds for this cache."""
+        """Return the declared shape and dtype of each tensor that a file holds for this cache, by name."""
         return {key: entry for place, item in self.places(name) for key, entry in item.entries(place)}
 
     def tensor(
         self, name: str, planes: Mapping[str, torch.Tensor], policy: Policy | None, device: torch.device | None, file: Path
     ) -> CompressedCache:
-        """Return the cache tensor. Raises CacheUnfit if a scheme is another one, FileUnfit if the planes do not fit.
+        """Return the cache tensor made from its ``planes``. Raises CacheUnfit if a scheme differs, FileUnfit if the planes do not fit.
 
-        ``policy``: the schemes to take; None to make them from their texts. ``device``: None for the one that it was saved from.
-        ``file``: for messages.
+        ``policy``: the policy with the schemes; None to make the schemes from their texts. ``device``: the device to load to; None for the
+        device that the tensor was saved from. ``file``: the file's path, for messages.
         """
         target = device or torch.device(self.device)
         stores, padding = {}, {}
@@ -131,7 +132,7 @@ class StoredCache:
 
 
 def planes_of(handle: CompressedCache, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield name and contents of every plane of a compressed cache tensor called ``name``, as ``StoredCache.entries`` names them."""
+    """Yield (name in the file, plane) for every plane of a compressed cache tensor called ``name``; names as in ``StoredCache.entries``."""
 
     def of(store: Store, place: str) -> Iterator[tuple[str, torch.Tensor]]:
         for plane, spec in store.described():
@@ -144,7 +145,10 @@ def planes_of(handle: CompressedCache, name: str) -> Iterator[tuple[str, torch.T
 
 
 def _planes(item: StoredPart, place: str, planes: Mapping[str, torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Return a store's planes on ``device``. Raises FileUnfit if those that grow with tokens have different numbers of pages."""
+    """Return copies of a store's planes on ``device``.
+
+    Raises FileUnfit if planes that grow with tokens differ in their numbers of pages.
+    """
     found = [planes[f"{place}/{plane.name}"] for plane in item.layout.planes]
     pages = {len(plane) for plane, spec in zip(found, item.layout.planes, strict=True) if spec.extent is Extent.TOKENS}
     if len(pages) > 1:
@@ -154,7 +158,7 @@ def _planes(item: StoredPart, place: str, planes: Mapping[str, torch.Tensor], de
 
 
 def _scheme(item: StoredPart, path: str, policy: Policy | None, where: str) -> Scheme:
-    """Return the scheme of a store: of ``policy`` or, with None, from its text. Raises CacheUnfit unless it is the one that was saved."""
+    """Return the scheme of a store: from ``policy``, or from its text if that is None. Raises CacheUnfit unless it is the saved scheme."""
     advice = "pass scheme= as the backend that filled the cache had it: a text does not bring learned tables or measured scales"
     if policy is None:
         try:
@@ -172,9 +176,9 @@ def _scheme(item: StoredPart, path: str, policy: Policy | None, where: str) -> S
 
 
 def _check_layout(item: StoredPart, scheme: Scheme, name: str) -> None:
-    """Raise FileUnfit if a scheme lays its planes out otherwise than when they were saved.
+    """Raise FileUnfit if the scheme's layout differs from the saved one.
 
-    Windows and sinks are left out, which the larger one of keys and values decides.
+    Windows and sinks are not compared: their sizes follow from the larger one of keys and values, not from the scheme alone.
     """
     held = {plane.name: plane for plane in item.layout.planes}
     for plane in scheme.layout(item.slot).planes:

@@ -1,7 +1,8 @@
-"""Cache tree: a cache object as JSON with names in place of its tensors, and the object made from it again.
+"""Cache tree: a cache object as JSON, with names in place of its tensors, and the object made from the JSON.
 
-Taken are tensors, lists, tuples, dicts, numbers and texts, and objects of the classes that ``files.pickled.FOREIGN`` lists, by their
-attributes. No code of a file runs: a class is looked up in that list, an object is made without a call of its ``__init__``.
+A cache may consist of tensors, lists, tuples, dicts, numbers and texts, and of objects of the classes in ``files.pickled.FOREIGN``, which
+are saved by their attributes. Loading runs no code of the file: a class is looked up in that list, and an object is made without a call of
+its ``__init__``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ TENSORS = "give the tensors of the cache and its counters as lists, tuples or di
 
 @dataclass
 class CacheTensors:
-    """The tensors found in a cache by name: compressed ones and dense ones; packages of the classes in it."""
+    """The tensors found in a cache, by name, compressed and dense; and the packages of the classes found in it."""
 
     compressed: dict[str, CompressedCache] = field(default_factory=dict)
     dense: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -32,9 +33,11 @@ class CacheTensors:
     names: dict[int, str] = field(default_factory=dict)
 
     def tree(self, value: Any, name: str = "", within: tuple[int, ...] = ()) -> Any:
-        """Return a value as JSON and record its tensors, named from ``name`` on. Raises CacheUnfit for a value that is not taken.
+        """Return a value as JSON and record its tensors, with names that begin with ``name``.
 
-        ``within``: identities of the objects that hold the value.
+        Raises CacheUnfit for a value of another type.
+
+        ``within``: the identities of the objects that contain the value, to detect one that contains itself.
         """
         if value is None or type(value) in {bool, int, float, str}:
             return value
@@ -93,9 +96,11 @@ def _unfit(value: Any, name: str, found: str) -> CacheUnfit:
 
 
 def planted(tree: Any, tensors: Mapping[str, torch.Tensor], device: torch.device | None, where: str = "tree") -> Any:
-    """Return the value that a tree describes, with ``tensors`` by name. Raises FileUnfit for any other JSON.
+    """Return the value that the JSON ``tree`` describes, with ``tensors`` by name.
 
-    ``device``: what devices in it become; None to leave them.
+    Raises FileUnfit for JSON that ``CacheTensors.tree`` cannot make.
+
+    ``device``: the device that replaces every device in the tree; None to keep them. ``where``: the place in the tree, for messages.
     """
 
     def inner(node: Any, name: object) -> Any:
@@ -128,7 +133,7 @@ def planted(tree: Any, tensors: Mapping[str, torch.Tensor], device: torch.device
 
 
 def _class_at(place: str, where: str) -> Any:
-    """Return the class at ``module:Name``. Raises FileUnfit unless ``FOREIGN`` lists it and its package is installed."""
+    """Return the class at ``module:Name``. Raises FileUnfit if ``FOREIGN`` does not list it or its package is not installed."""
     module, _, name = place.partition(":")
     if name not in FOREIGN.get(module, ()):
         raise FileUnfit(where=where, expected=f"a class of {', '.join(FOREIGN)}", found=place)

@@ -1,4 +1,4 @@
-"""Fork: several conversations from one prefix, which share the prefix's codes until one of them goes on."""
+"""Fork: copies of a cache for several conversations with one prefix; the copies share the prefix's codes until one of them is written."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ Cache = TypeVar("Cache")
 
 
 def fork(cache: Cache) -> Cache:
-    """Return a cache with the same tokens that goes on by itself; compressed tensors share memory until one of the two is written.
+    """Return a copy of a cache that can be continued independently; compressed tensors share memory until the cache or its copy is written.
 
-    ``cache``: a cache of transformers, or tuples, lists and dicts of tensors. The first call that appends to one of the two copies codes
-    for itself; the last one that holds them writes in place. Dense tensors are copied at once. Raises CacheUnfit for a module.
+    ``cache``: a cache of transformers, or tuples, lists and dicts of tensors. The first call that appends to the cache or to its copy
+    copies the codes; the last cache that holds shared codes writes them in place. Dense tensors are copied at once. Raises CacheUnfit for a
+    module.
     """
     if isinstance(cache, torch.nn.Module):
         raise CacheUnfit(

@@ -1,4 +1,4 @@
-"""Token hashes: a hash of each row of token ids stands in a saved cache, and a caller's ids are compared with it."""
+"""Token hashes: a hash of each row of token ids, which a saved cache holds, so that a caller's ids can be compared with them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Tokens = torch.Tensor | Sequence[int] | Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class TokenHashes:
-    """The number of tokens of each row of a cache, and a hash of each row's, 32 hex digits."""
+    """Hashes of a cache's tokens: the number of tokens in each row (``length``), and one hash of 32 hex digits per row (``rows``)."""
 
     length: int
     rows: tuple[str, ...]
 
     def differing(self, tokens: Tokens) -> str:
-        """Return the first difference of ``tokens`` from the hashed ones, as a text such as "3 rows of tokens"; "" if there is none."""
+        """Return how ``tokens`` differ from the hashed ones, as text such as "3 rows of tokens"; "" if they begin with them."""
         ids = as_rows(tokens)
         if len(ids) != len(self.rows):
             return f"{len(ids)} rows of tokens"
@@ -32,7 +32,7 @@ class TokenHashes:
 
 
 def as_rows(tokens: Tokens) -> torch.Tensor:
-    """Return token ids as int64 [B, T] on the CPU. Raises CacheUnfit for what is not integers of one or two dims."""
+    """Return token ids as int64 [B, T] on the CPU. Raises CacheUnfit unless they are integers with one or two dims."""
     ids = torch.as_tensor(tokens).detach().cpu()
     if ids.is_floating_point() or ids.is_complex() or ids.dim() not in {1, 2}:
         raise CacheUnfit(
@@ -48,9 +48,10 @@ def hashes(ids: torch.Tensor) -> tuple[str, ...]:
 
 
 def hashed(tokens: Tokens, sizes: Iterable[tuple[int, int]]) -> TokenHashes:
-    """Return the hashes of the tokens in a cache whose tensors have these (rows, lengths).
+    """Return the hashes of a cache's tokens; ``sizes``: the (rows, length) of each of the cache's tensors, which must be equal.
 
-    ``tokens``: ids of the cache's tokens, or more. Raises CacheUnfit if the tensors differ in them, or if there are fewer tokens.
+    ``tokens``: ids of the cache's tokens, optionally with later ones. Raises CacheUnfit if the sizes differ, or if there are fewer rows or
+    tokens than the cache has.
     """
     found = set(sizes)
     if len(found) != 1:

@@ -136,7 +136,7 @@ def _look_once(processor: Any, settings: Any) -> None:
 
 
 def _told(cache: Any) -> str:
-    """Return the line that a start logs: schemes, bytes a token of all layers, tokens that the cache holds, and how many it would dense."""
+    """Return the text logged when a cache was built: schemes, bytes of a token, tokens that fit, and how many would fit dense."""
     pools = [pool for allocator in cache.cache_allocators.values() for pool in allocator.pools.values()]
     layout = pools[0].layout
     token = sum(pool.layout.token_bytes for pool in pools)
