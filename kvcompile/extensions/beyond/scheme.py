@@ -43,7 +43,7 @@ DEFAULT_GROUP, LEAST_GROUP = 32, 8
 class Beyond(Windowed):
     """The scheme beyond: codes by a table's thresholds and levels, a scale and zero point per token and group; uniform until learned.
 
-    ``trained``: the tables were learned; ``load_tables`` and ``learn`` return such schemes. ``tables``: of the whole model, or
+    ``trained``: the tables were learned; ``load_tables`` and ``learn`` return such schemes. ``tables``: the tables of the whole model, or
     of one attention (``for_module``).
 
     Raises BadOption for other widths, group sizes or dtypes, and BadTables for tables of another width.
@@ -180,7 +180,7 @@ class Beyond(Windowed):
         return self._encode(nothing, uniform_thresholds(self.bits).to(device))
 
     def radius(self, slot: SlotSpec) -> sympy.Expr | None:
-        """Return None for learned tables: a certificate is made from the scheme's text, which does not contain them."""
+        """Return None for learned tables, since a certificate is made from the scheme's text, which does not contain them; else a bound."""
         del slot
         if self.trained:
             return None

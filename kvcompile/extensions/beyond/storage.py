@@ -50,7 +50,10 @@ def save_tables(scheme: Beyond, path: str | Path, extra: Mapping[str, str] | Non
 
 
 def load_tables(path: str | Path, model: torch.nn.Module) -> Beyond:
-    """Read the scheme with tables that were learned for ``model``. Raises BadTables if the file is damaged, foreign or of another model."""
+    """Return the scheme with the tables in a file, which were learned for ``model``.
+
+    Raises BadTables if the file is damaged, of another kind or of another model.
+    """
     scheme = read_tables(path)
     assert isinstance(scheme.tables, ModelTables)
     FILE.require_model(path, scheme.tables.fingerprint, model)
@@ -59,7 +62,7 @@ def load_tables(path: str | Path, model: torch.nn.Module) -> Beyond:
 
 
 def read_tables(path: str | Path) -> Beyond:
-    """Read a file of tables without comparing its fingerprint with a model's. Raises BadTables if the file holds no tables."""
+    """Return the scheme with the tables in a file, without a check of the model. Raises BadTables if the file holds no tables."""
     tensors, metadata = FILE.read(path, _declared)
     sites = {site: SiteTables(*(_table(tensors, site, role) for role in Role)) for site in sites_of(metadata)}
     plain = _scheme(metadata)

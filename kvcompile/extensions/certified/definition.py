@@ -43,7 +43,7 @@ from kvcompile.types import Role, SlotSpec
 
 
 class CodedAndExact(NamedTuple):
-    """Keys or values as float32 tokens [B, K, T, D]: as decoded, with the window's tokens in full precision; and all in full precision."""
+    """Keys or values as float32 tokens [B, K, T, D], twice: decoded, with full precision in the window; and all in full precision."""
 
     coded: torch.Tensor
     exact: torch.Tensor
@@ -191,7 +191,7 @@ def _dense(operands: AttendOperands[torch.Tensor], originals: Sequence[torch.Ten
 def _sight(
     operands: AttendOperands[torch.Tensor], heads: tuple[int, int], tokens: int
 ) -> tuple[BlockVisibility, torch.Tensor | None]:
-    """Return which tokens and blocks each query sees, and the bias of its logits, [B or 1, 1 or K, Q, T] or None."""
+    """Return (visible tokens and blocks of each query, bias of its logits); the bias is [B or 1, 1 or K, Q, T], None without one."""
     q, base = operands.q, operands.base
     mask, extra = visible_to_queries(operands, heads, tokens)
     place = torch.arange(tokens, device=q.device)

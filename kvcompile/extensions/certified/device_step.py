@@ -350,7 +350,7 @@ class DeviceStep:
         return chosen._replace(values=values), found._replace(values=left)
 
     def own_chain(self) -> int:
-        """Return the number of blocks that one program of ``weighted_originals`` adds in sequence, newest tokens included."""
+        """Return the number of blocks that one program of ``weighted_originals`` adds in sequence, blocks of newest tokens included."""
         return self.own_share + -(-self.new_v.shape[2] // (BLOCK * self.own_programs))
 
     def chains(self) -> dict[str, float | int]:

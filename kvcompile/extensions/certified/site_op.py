@@ -62,8 +62,9 @@ class SiteOperands(Generic[T]):
 
     @property
     def codes(self) -> AttendOperands[T]:
-        """The operands with encoded planes only: codes, scales, zero points, notes; originals and notes for values that are stored without
-        codes.
+        """Return the operands of ``attend`` with the encoded planes only: codes, scales, zero points, notes.
+
+        For values that are stored without codes, these are originals and notes.
         """
         values = self.attend.values
         return dataclasses.replace(self.attend, keys=self.attend.keys[:4], values=values[:4] if len(values) > 2 else values)

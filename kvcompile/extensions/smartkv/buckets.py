@@ -242,9 +242,9 @@ class Buckets:
         return {bits: number for bits, number in sorted(found.items()) if number}
 
     def plain(self, coded: coder.Coded, bits: int, row: int, heads: slice = slice(None)) -> torch.Tensor:
-        """Return the decoded values, float32 [K, n, D], of ``coded``, codes and scales of ``bits`` bits of ``heads`` of batch row ``row``.
+        """Return the values, float32 [K, n, D], that codes and scales of ``bits`` bits decode to, for ``heads`` of batch row ``row``.
 
-        Codes narrower than 8 bits of rotated keys are rotated back, and the keys' mean is added.
+        Narrow codes of rotated keys are rotated back, and the keys' mean is added.
         """
         found = coder.decode(coded, bits)
         if self.mean is None or bits == ENTERING:
@@ -252,7 +252,7 @@ class Buckets:
         return coder.turned(found) + self.mean[0, row, heads].to(torch.float32)
 
     def narrowed(self, coded: coder.Coded, bits: int, to: int, row: int) -> coder.Coded:
-        """Return ``coded``, codes [K, n, bytes] and scales of all heads of batch row ``row``, encoded anew: from ``bits`` to ``to`` bits.
+        """Return ``coded``, codes [K, n, bytes] and scales of all heads of batch row ``row``, re-encoded from ``bits`` to ``to`` bits.
 
         Raises ValueError unless ``to`` is smaller, except for entering tokens of keys in a frame with a mean.
         """

@@ -78,8 +78,8 @@ def parts_of(bits: int, head_dim: int) -> tuple[int, ...]:
 def encode(x: torch.Tensor, bits: int, scale_dtype: torch.dtype = torch.float16, frame: Frame = Frame.TURNED) -> Coded:
     """Return (packed codes, each token's scale) of tokens ``x`` [..., D] at ``bits`` bits per channel; 8 must divide D.
 
-    ``frame``: that of codes narrower than 8 bits; ``scale_dtype``: the dtype of scales. A scale follows from the token's largest magnitude.
-    Codes of fewer than 8 bits in Frame.TURNED have a scale with a sign (``_signed_scale``), all others a positive one.
+    ``frame``: the frame of codes narrower than 8 bits; ``scale_dtype``: the dtype of scales. A scale follows from the token's largest
+    magnitude. Codes of fewer than 8 bits in Frame.TURNED have a scale with a sign (``_signed_scale``), all others a positive one.
     """
     x = x.to(torch.float32)
     half = 1 << (bits - 1)
@@ -126,7 +126,8 @@ def _signed_scale(x: torch.Tensor, half: int, dtype: torch.dtype) -> torch.Tenso
 def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Return ``codes`` packed into uint8 [..., c * bits].
 
-    ``codes``: int32 [..., 8, c], eight runs of c channels, each code plus 2^(bits-1), so that none is negative. ``bits``: of a code.
+    ``codes``: int32 [..., 8, c], eight runs of c channels, each code plus 2^(bits-1), so that none is negative. ``bits``: the width of a
+    code.
     """
     if bits == 3:
         run = codes.unbind(-2)

@@ -27,7 +27,7 @@ LEAST_IMPORTANCE = 1e-30
 
 
 class Measure(enum.Enum):
-    """The ways to reduce one head's softmax weights to a number that says how much it distinguishes tokens; see ``head_measure``."""
+    """The formula that reduces one head's softmax weights to a number for how much it distinguishes tokens; see ``head_measure``."""
 
     PEAK = "peak"
     ENTROPY = "entropy"
@@ -58,32 +58,38 @@ def head_measure(weights_RHT: torch.Tensor, measure: Measure, keep_RT: torch.Ten
 
 
 def averaged(before: torch.Tensor, now: torch.Tensor, decay: float) -> torch.Tensor:
-    """Return the moving average after one more step, for any shape (3.2, 4.2): decay * before + (1 - decay) * now."""
+    """Return the moving average after one more step, decay * before + (1 - decay) * now, for any shape (sections 3.2 and 4.2)."""
     return decay * before + (1 - decay) * now
 
 
 def unbiased(average: torch.Tensor, steps: torch.Tensor, decay: float) -> torch.Tensor:
-    """Return a moving average that began at zero, divided by the sum of the weights of its steps; ``steps``: how many it has had."""
+    """Return a moving average that began at zero, divided by the sum of its steps' weights; ``steps``: the number of steps so far."""
     return average / (1 - decay ** steps.clamp(min=1).to(torch.float32))
 
 
 def token_mass(weights_RHT: torch.Tensor, of_heads_RH: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the mean over heads of each token's attention weight, [R, T] (3.1); ``of_heads``: weights of the heads (4.2), None for equal
-    ones.
+    """Return the mean over heads of each token's attention weight, [R, T] (section 3.1).
 
-    NaN and Inf count as zero: a moving average would keep a NaN forever.
+    ``of_heads``: float [R, H], weights of the heads (section 4.2), None for equal weights. NaN and Inf count as zero: a moving average
+    would keep a NaN forever.
     """
     weights = weights_RHT.to(torch.float32).nan_to_num(0.0, 0.0, 0.0)
     return weights.mean(1) if of_heads_RH is None else (weights * of_heads_RH.unsqueeze(-1)).mean(1)
 
 
 def head_weights(measures_RH: torch.Tensor) -> torch.Tensor:
-    """Return measures of heads, averaged over steps and layers, scaled to weights of mean 1 (4.2)."""
+    """Return each head's measure [R, H] divided by the mean over heads: weights of mean 1 (section 4.2).
+
+    ``measures``: measures of heads, averaged over steps and layers.
+    """
     return measures_RH / (measures_RH.mean(-1, keepdim=True) + EPSILON)
 
 
 def of_mean_one(importance_RT: torch.Tensor, keep_RT: torch.Tensor | None = None) -> torch.Tensor:
-    """Return importance divided by its mean over the present tokens (3.3); zeros in a row without any. ``keep`` None: all are present."""
+    """Return importance [R, T] divided by its mean over the present tokens (section 3.3); zeros for a row without present tokens.
+
+    ``keep`` None: all tokens are present.
+    """
     if keep_RT is None:
         return importance_RT / (importance_RT.mean(-1, keepdim=True) + EPSILON)
     importance = torch.where(keep_RT, importance_RT, 0.0)
@@ -92,15 +98,15 @@ def of_mean_one(importance_RT: torch.Tensor, keep_RT: torch.Tensor | None = None
 
 
 def across_layers(importance_LRT: torch.Tensor, keep_RT: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the mean of importance over layers, scaled to mean 1, [R, T] (3.3)."""
+    """Return the mean of importance [L, R, T] over layers, divided by its mean over present tokens, [R, T] (section 3.3)."""
     return of_mean_one(importance_LRT.to(torch.float32).mean(0), keep_RT)
 
 
 def weighted_by_recency(importance_RT: torch.Tensor, age_RT: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Return importance times exp(-age / temperature); ages in steps since a token's first (4.1)."""
+    """Return importance [R, T] times exp(-age / temperature); ``age``: steps since each token's first step (section 4.1)."""
     return importance_RT * torch.exp(-age_RT.to(torch.float32) / temperature)
 
 
 def blended(plain_RT: torch.Tensor, weighted_RT: torch.Tensor, share: float = 0.3, keep_RT: torch.Tensor | None = None) -> torch.Tensor:
-    """Return (1 - share) of the plain plus ``share`` of the head-weighted importance, both scaled to mean 1 (4.2)."""
+    """Return (1 - share) * plain + share * weighted, [R, T], after both importances are divided by their means (section 4.2)."""
     return (1 - share) * of_mean_one(plain_RT, keep_RT) + share * of_mean_one(weighted_RT, keep_RT)

@@ -86,7 +86,7 @@ def counts_of(ends: Sequence[int], number: int) -> tuple[tuple[int, ...], ...]:
 
 
 class Movement(Protocol):
-    """The way in which tokens of one slot are read and re-encoded on a device; ``EagerMoves`` defines the results."""
+    """The interface of a device's moves: it reads and re-encodes the tokens of one slot; ``EagerMoves`` defines the results."""
 
     def levels(self, slot_buckets: Buckets, count: int) -> torch.Tensor:
         """Return the levels of the tokens at positions 0 to ``count`` - 1, int8 [B, T]; entering tokens get len(widths)."""

@@ -48,7 +48,7 @@ def by_position(plane: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def put(plane: torch.Tensor, rows_BTw: torch.Tensor) -> torch.Tensor:
-    """Return a new plane that holds the rows [B, T, width], with as many pages as they need."""
+    """Return a new plane [N, B, 1, page, width] with the rows [B, T, width], in the fewest pages that hold them."""
     pages = pages_for(rows_BTw.shape[1])
     padded = torch.nn.functional.pad(rows_BTw, (0, 0, 0, pages * PAGE - rows_BTw.shape[1]))
     made = padded.unflatten(1, (pages, PAGE)).transpose(0, 1).unsqueeze(2)
@@ -56,7 +56,7 @@ def put(plane: torch.Tensor, rows_BTw: torch.Tensor) -> torch.Tensor:
 
 
 def forgotten(plane: torch.Tensor, count: int) -> torch.Tensor:
-    """Return a copy of a plane that is indexed by position, with its first ``count`` positions only."""
+    """Return a copy of ``plane``, which is indexed by position, that holds only its first ``count`` positions."""
     return put(plane, by_position(plane, min(count, plane.shape[0] * PAGE)))
 
 

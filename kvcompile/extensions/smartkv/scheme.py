@@ -403,7 +403,7 @@ class Smartkv(Adaptive):
         return first > 0 and (count - first) % self.interval == 0 and not self._exempt(keys, slot, count, layer)
 
     def _exempt(self, keys: Planes, slot: SlotSpec, count: int, layer: int) -> bool:
-        """Return whether there are too few tokens to decide widths."""
+        """Return whether a store has so few tokens that it may exceed the budget: fewer than EXEMPT, with a budget that cannot be met."""
         return count < EXEMPT and not reallocation.can_be_met(self, slot, keys[buckets.CODES].shape[1], count, layer)
 
     def importance(self, layers: Sequence[Planes], count: int, among: Sequence[Planes]) -> torch.Tensor:

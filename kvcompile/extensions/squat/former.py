@@ -1,7 +1,7 @@
-"""Texts and pickles of squat that versions before 0.2 wrote, in the options of this version.
+"""Texts and pickles of squat from versions before 0.2, converted to the options of this version.
 
-Those versions had an option ``normalise`` in place of ``unit``, no guard, and other defaults. Every text that their ``Scheme.spec`` wrote,
-and every pickle, has ``normalise``, which identifies it. It keeps all values that it had, the former defaults included.
+Those versions had an option ``normalise`` in place of ``unit``, no guard, and other defaults. Every text and every pickle that they wrote
+has ``normalise``, which identifies it. Its options keep their values, former defaults included.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ DEFAULTS: dict[str, Any] = {"rank": 20, "subblock": 32, "rotate": "none", "queri
 
 
 def respelled(options: Mapping[str, object]) -> Mapping[str, object]:
-    """Return the options of a text or pickle by this version's names; options with ``normalise`` get ``unit`` and the former defaults."""
+    """Return the options of a text or pickle under this version's names; with ``normalise``, ``unit`` and former defaults are set."""
     if MARK not in options:
         return options
     kept = {name: value for name, value in options.items() if name != MARK}

@@ -54,9 +54,9 @@ def wins(
     coded: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor], keys_RKnD: torch.Tensor, moves_RKDD: torch.Tensor,
     gram_RKDD: torch.Tensor,
 ) -> torch.Tensor:
-    """Return, bool [R, K, 1, 1], whether feedback lowers the sum of squared score errors of a head; False on a tie or NaN.
+    """Return whether error feedback lowers the sum of squared score errors of a head, bool [R, K, 1, 1]; False on a tie or NaN.
 
-    ``coded``: encodes keys with a plane of feedback, or without for None, and returns the decoded keys.
+    ``coded``: (keys, plane of feedback or None) -> the keys after encoding and decoding.
     """
     gram = gram_RKDD.to(torch.float32)
 

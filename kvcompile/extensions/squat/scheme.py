@@ -126,7 +126,7 @@ class Squat(Kivi):
         require(isinstance(self.guard, bool), self.name, "guard", "True or False", self.guard, "True is the default")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take a pickle's options; one that a version before 0.2 wrote keeps the values that it had."""
+        """Set the options from a pickle; a pickle of a version before 0.2 keeps its values under this version's names."""
         options = respelled(state)
         enums = {name: kind(options[name]) for name, kind in (("unit", Unit), ("rotate", Rotate), ("queries", Queries))}
         self.__dict__.update({**options, **enums})
@@ -142,9 +142,10 @@ class Squat(Kivi):
 
     @classmethod
     def longbench(cls, model: str, pre_rope: bool = False, **options: Any) -> Squat:
-        """Return the paper's LongBench setting for ``model``: ``llama-2-7b``, ``llama-3.1-8b`` or ``mistral-7b``.
+        """Return the scheme with the paper's LongBench setting for ``model``: ``llama-2-7b``, ``llama-3.1-8b`` or ``mistral-7b``.
 
-        ``pre_rope``: that of SQuat-pre. ``options`` replace the setting's. Raises BadOption for another model.
+        ``pre_rope``: the setting of the paper's variant SQuat-pre. ``options``: options that replace the setting's. Raises BadOption for
+        another model.
         """
         known = sorted({name for name, _ in LONGBENCH})
         require(model in known, cls.name, "longbench", f"one of {', '.join(known)}", model, "Squat.paper() has the paper's other setting")

@@ -115,7 +115,7 @@ def _sites(tensors: Source, where: str) -> dict[str, SiteScales]:
 
 
 def _held(named: Source, by_role: int, where: str) -> dict[str, dict[Role, Scales]]:
-    """Return the scales by module path and role, from the tensors whose names cover ``by_role`` roles each.
+    """Return scales by module path and role, from those tensors ``named`` whose names cover ``by_role`` roles (1 or 2).
 
     Raises BadScales if two tensors give different scales for one role.
     """
@@ -177,9 +177,9 @@ def _of_folder(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _said(folder: Path) -> str | None:
-    """Return the codes that the configuration in a folder states for its KV cache, ``int8`` or ``fp8``; None if it states none.
+    """Return the codes of the KV cache, ``int8`` or ``fp8``, that a checkpoint's configuration names; None if it names none.
 
-    Raises BadScales for a configuration that is no JSON.
+    Raises BadScales for a configuration that is not JSON, or names a cache that is not supported.
     """
     for name, read in (("config.json", _of_config), ("hf_quant_config.json", _of_modelopt)):
         path = folder / name
@@ -196,7 +196,10 @@ def _said(folder: Path) -> str | None:
 
 
 def _of_config(config: Mapping[str, Any], path: Path) -> Iterator[str]:
-    """Yield the codes of compressed-tensors' ``kv_cache_scheme``, if the configuration has one. Raises BadScales for unsupported ones."""
+    """Yield the codes that compressed-tensors' ``kv_cache_scheme`` names, if the configuration has one.
+
+    Raises BadScales for unsupported ones.
+    """
     given = _entry(_entry(config, "quantization_config"), "kv_cache_scheme")
     if not given:
         return
@@ -208,7 +211,10 @@ def _of_config(config: Mapping[str, Any], path: Path) -> Iterator[str]:
 
 
 def _of_modelopt(config: Mapping[str, Any], path: Path) -> Iterator[str]:
-    """Yield the codes of ModelOpt's ``kv_cache_quant_algo``, if the configuration has one. Raises BadScales for unsupported ones."""
+    """Yield the codes that ModelOpt's ``kv_cache_quant_algo`` names, if the configuration has one.
+
+    Raises BadScales for unsupported ones.
+    """
     given = _entry(config, "quantization").get("kv_cache_quant_algo")
     if given is None:
         return

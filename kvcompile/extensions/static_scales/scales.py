@@ -85,7 +85,7 @@ class SiteScales:
 class ModelScales:
     """The scales of a model's attentions by their module paths.
 
-    ``fingerprint``: that of the model on which they were measured, or whose checkpoint holds them.
+    ``fingerprint``: the fingerprint of the model on which the scales were measured, or whose checkpoint holds them.
     """
 
     sites: Mapping[str, SiteScales]

@@ -38,9 +38,8 @@ NAN_BITS = 0x7FC00000
 class Calibrated(Windowed):
     """The base of the schemes with eight-bit codes by static scales; subclasses choose the codes.
 
-    ``measured``: scales were measured or read; ``calibrate``, ``load_scales`` and ``read_scales`` return such schemes.
-    ``amax``: the magnitude that the scale covers if none was measured. ``scales``: of the whole model, or of one attention
-    (``for_module``).
+    ``measured``: scales were measured or read; ``calibrate``, ``load_scales`` and ``read_scales`` return such schemes. ``amax``: the
+    magnitude that the scale covers if none was measured. ``scales``: the scales of the whole model, or of one attention (``for_module``).
     """
 
     amax: float = 32.0
@@ -251,5 +250,5 @@ def static_of(name: str) -> type[Calibrated] | None:
 
 
 def with_scales(kind: type[Calibrated], scales: ModelScales, **options: Any) -> Calibrated:
-    """Return a scheme with the scales of a model."""
+    """Return a scheme of class ``kind`` with the measured scales of a model; ``options``: its other options."""
     return kind(measured=True, scales=scales, **options)

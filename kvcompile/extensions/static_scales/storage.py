@@ -42,7 +42,10 @@ def save_scales(scheme: Calibrated, path: str | Path, extra: Mapping[str, str] |
 
 
 def load_scales(path: str | Path, model: torch.nn.Module) -> Calibrated:
-    """Read the scheme with scales that were measured on ``model``. Raises BadScales if the file is damaged, foreign or of another model."""
+    """Return the scheme with the scales in a file, which were measured on ``model``.
+
+    Raises BadScales if the file is damaged, of another kind or of another model.
+    """
     tensors, metadata = FILE.read(path, _declared)
     kind = static_of(metadata.get("scheme", ""))
     if kind is None:

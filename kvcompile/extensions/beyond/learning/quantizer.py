@@ -51,14 +51,17 @@ def _spread(table_KGn: torch.Tensor) -> torch.Tensor:
 
 
 def _places(x_BKSD: torch.Tensor, groups: int, rule: QuantizerConfig) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return values in units of scales [B, K, S, groups, group], and the stored scales and zero points [B, K, S, groups, 1]."""
+    """Return values in units of scales [B, K, S, D // group, group], and the stored scales and zero points [B, K, S, D // group, 1]."""
     grouped = x_BKSD.to(torch.float32).unflatten(-1, (groups, x_BKSD.shape[-1] // groups))
     scale, zero = stored_range(grouped, -1, rule.steps, rule.scale_dtype)
     return in_scales(grouped, scale, zero), scale, zero
 
 
 def level_mapped(x_BKSD: torch.Tensor, levels: torch.Tensor, thresholds: torch.Tensor, rule: QuantizerConfig) -> torch.Tensor:
-    """Return tokens [B, K, S, D] quantized and decoded, in their dtype; tables [K, D // group, .], float32."""
+    """Return tokens [B, K, S, D] quantized and decoded, in their dtype.
+
+    ``levels`` and ``thresholds``: float32 [K, D // group, 2^bits] and [K, D // group, 2^bits - 1].
+    """
     place, scale, zero = _places(x_BKSD, levels.shape[1], rule)
     codes = codes_of(place, _spread(thresholds)).to(torch.int64)
     chosen = _spread(levels).expand(*codes.shape, -1).gather(-1, codes.unsqueeze(-1)).squeeze(-1)
@@ -129,7 +132,7 @@ def hard_quantize(
 
 @functools.cache
 def _code(function: Callable[..., Any], device: str) -> Callable[..., Any]:
-    """Return a function of this module as it is run on a device type: compiled by Inductor for CUDA, else unchanged."""
+    """Return ``function`` compiled by Inductor for the device type "cuda", unchanged for others."""
     return compiled(function) if device == "cuda" else function
 
 

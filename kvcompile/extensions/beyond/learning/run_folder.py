@@ -79,7 +79,7 @@ class RunFolder:
             )
 
     def log(self, **line: Any) -> None:
-        """Add the fields ``line`` to the log, as a line of JSON. Does nothing in a folder that is only read, as all methods that write."""
+        """Append the fields ``line`` to the log as a line of JSON; does nothing, like all writing methods, if the folder is only read."""
         if not self.writes:
             return
         with (self.folder / "log.jsonl").open("a") as file:

@@ -63,7 +63,10 @@ def sequences(texts: Iterator[str], tokens: TokenEncoding, length: int) -> list[
 
 
 def split(runs: list[list[int]], validation: int, seed: int = 0) -> tuple[list[list[int]], list[list[int]]]:
-    """Return (training, validation) sequences, ``validation`` of the latter, shuffled by ``seed``. Raises BadBatch if there are too few."""
+    """Return (training, validation) sequences: ``runs`` shuffled by ``seed`` and divided, with ``validation`` sequences for validation.
+
+    Raises BadBatch if there are too few.
+    """
     if len(runs) <= validation:
         raise BadBatch(
             expected=f"more than {validation} sequences, of which as many are held out", found=f"{len(runs)} in these files",

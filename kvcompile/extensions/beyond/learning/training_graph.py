@@ -63,7 +63,10 @@ class TrainingBackend:
         return run
 
     def quantized(self, captured: Captured) -> tuple[fx.GraphModule, list[SlotParameters]]:
-        """Return a copy of the graph with quantizers, and the parameters that are its last inputs, four of each; keeps the refusals."""
+        """Return a copy of the graph with quantizers, and each quantizer's parameters, whose four tensors are the graph's last inputs.
+
+        Adds the refusals of the graph's attentions to ``refusals``.
+        """
         found = find(captured)
         self.refusals += found.refusals
         graph = fx.Graph()
@@ -87,7 +90,7 @@ class TrainingBackend:
 
 
 class Insertion:
-    """Inserts the quantizers of one graph; ``slots``: the parameters of the added inputs, in order."""
+    """Inserts the quantizers into one graph; ``slots``: the parameters of the quantizers, whose tensors are the added inputs, in order."""
 
     def __init__(self, backend: TrainingBackend, captured: Captured, graph: fx.Graph, copies: dict[fx.Node, fx.Node]) -> None:
         self.backend, self.graph, self.copies = backend, graph, copies
@@ -96,9 +99,7 @@ class Insertion:
         self.mapped: dict[Any, fx.Node] = {}
 
     def site(self, site: UncachedSite) -> None:
-        """Make an attention read quantized keys and values, in the graph; tensors that two attentions share are quantized once, like one
-        cache.
-        """
+        """Insert quantizers between an attention and its keys and values; a tensor that two attentions share gets one quantizer."""
         for slot, role in ((site.key, Role.KEY), (site.value, Role.VALUE)):
             operand, roles = (site.attention.k, site.attention.k_roles) if role is Role.KEY else (site.attention.v, site.attention.v_roles)
             readers = [self.copies[node] for node in site.attention.nodes if node in operand.users]

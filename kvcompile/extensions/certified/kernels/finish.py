@@ -25,12 +25,12 @@ from kvcompile.schemes.certificate.telemetry import BINNED, COLUMNS, COUNTED
 
 
 def _place(name: str) -> tl.constexpr:
-    """Return the index in ``bound_sums.COLUMNS`` of the column with this name."""
+    """Return the index of the column ``name`` in ``bound_sums.COLUMNS``."""
     return tl.constexpr(bound_sums.COLUMNS.index(name))
 
 
 def _left(name: str) -> tl.constexpr:
-    """Return the index in ``bound_sums.VALUE_COLUMNS`` of the column with this name."""
+    """Return the index of the column ``name`` in ``bound_sums.VALUE_COLUMNS``."""
     return tl.constexpr(bound_sums.VALUE_COLUMNS.index(name))
 
 
@@ -385,7 +385,7 @@ def finalize(
 
 @triton.jit
 def add_to(HELD, amount):
-    """Add ``amount`` to the number in memory at the pointer HELD; returns nothing, and is not atomic."""
+    """Add ``amount`` to the number in memory at the pointer HELD; not atomic."""
     tl.store(HELD, tl.load(HELD) + amount)
 
 

@@ -133,9 +133,9 @@ def code_scores(
 
     PEAK: the largest logit; WEIGHT: the sum of exp(logit - PEAK); CHANNELS: sum_c |q_c| radius_c. Queries come divided by ``size``, so
     results are multiplied by it. ``lows``, ``highs``: the first and the last position that each row sees. ``n``: the block's index in the
-    store; ``row``: its index in its page; ``out``: index of each row's block 0; ``of_row``: the rows that exist. CODES, STEPS, ZEROS: of
-    the page; MU: the block's norm of keys. OF_STEP, OF_ZERO, OF_ONE: a channel's radius is OF_STEP * step + OF_ZERO * |zero| + OF_ONE. NaN
-    if a result may overflow.
+    store; ``row``: its index in its page; ``out``: index of each row's block 0; ``of_row``: the rows that exist. CODES, STEPS, ZEROS:
+    pointers to the page's planes; MU: the block's largest norm of a key. OF_STEP, OF_ZERO, OF_ONE: a channel's radius is OF_STEP * step +
+    OF_ZERO * |zero| + OF_ONE. NaN if a result may overflow.
     """
     j = tl.arange(0, BLOCK)[:, None]
     c = tl.arange(0, D // 2)

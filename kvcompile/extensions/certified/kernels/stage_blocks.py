@@ -66,11 +66,11 @@ def turns(last, kept):
 
 @triton.jit
 def given(holds, place, misses, before, turn, free, count):
-    """Return each block's slot + 1 (0: none) once a chunk's missing blocks have evictable slots, and for each slot the block to copy in.
+    """Assign slots to a chunk's missing blocks; return (each block's slot + 1, 0 for none; the block to copy into each slot, -1 for none).
 
     ``place``: each block's slot + 1 before; ``misses``: blocks to be given a slot; ``holds``: [blocks, slots], whether a slot holds it;
-    ``turn``, ``free``: see ``turns``. ``before``: missing blocks of the set in earlier chunks; ``count``: missing blocks of the set in all.
-    A block to copy in is an index in the chunk, -1 for none.
+    ``turn``, ``free``: the results of ``turns``. ``before``: number of missing blocks of the set in earlier chunks; ``count``: number of
+    missing blocks of the set in all. A block to copy in is an index in the chunk.
     """
     i = tl.arange(0, CHUNK)
     slot = tl.arange(0, SET)

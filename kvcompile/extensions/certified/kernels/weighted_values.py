@@ -128,7 +128,7 @@ def weighted_codes(
 
     Tokens are those from ``first``, a multiple of T, to ``end`` - 1 that are also from ``start`` to ``stop`` - 1, without those in blocks
     flagged in READ. CODES, STEPS, ZEROS and OUT point to the head; ``heads``: index of its first row in LOGITS, TOP and READ. ``codes_n``,
-    ``steps_n``: strides of pages; ``blocks``: those of a row in LOGITS and READ. Weights are made a tile ahead.
+    ``steps_n``: strides of pages; ``blocks``: number of blocks of a row in LOGITS and READ. Weights are made a tile ahead.
     """
     WORDS: tl.constexpr = DV // 4
     RUNS: tl.constexpr = DV // GROUP
@@ -224,7 +224,7 @@ def weighted_whole(
 
 @triton.jit
 def whole(sums):
-    """Return sums [channels, rows] from sums [channels, 2 rows] over both numbers of each weight (``weights_of``)."""
+    """Return sums [channels, rows] from the sums [channels, 2 rows] that ``weights_of``'s two numbers per weight give."""
     first, second = tl.split(tl.reshape(sums, [sums.shape[0], 4, 2]))
     return tl.fma(second, tl.full(second.shape, 1.0 / APART, tl.float32), first) * (1.0 / RAISED)
 
@@ -290,7 +290,7 @@ def scales_of(PLANE, run, RUNS: tl.constexpr, seen):
 
 @triton.jit
 def all_of(x):
-    """Return the sum over runs and channels of [..., runs, channels of a run]."""
+    """Return the sum of ``x`` [..., runs, channels of a run] over its last two axes."""
     return tl.sum(tl.sum(x, len(x.shape) - 1), len(x.shape) - 2)
 
 

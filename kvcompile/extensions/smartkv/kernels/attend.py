@@ -67,7 +67,7 @@ def _masked(x, position, ok, rows, b, masks, HAS_LO: tl.constexpr, HAS_KEEP: tl.
 
 @triton.jit
 def _pairs(x):
-    """Return float32 [tokens, rows] as float16, two rows in 32 bits: [tokens, rows / 2]."""
+    """Return float32 [tokens, rows] rounded to float16, each two neighbouring rows in one uint32: uint32 [tokens, rows / 2]."""
     low, high = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
     return tl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $1, $2;", "=r,r,r", [high, low], dtype=tl.uint32, is_pure=True, pack=1)
 

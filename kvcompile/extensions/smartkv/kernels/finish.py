@@ -1,4 +1,4 @@
-"""The kernel after smartkv's attention: merges the splits into the result, and updates averages of heads and the importance of tokens.
+"""The kernel after smartkv's attention: merges the splits into the result, and updates the importance of tokens and the averages of heads.
 
 The first programs of a batch row merge ELEMENTS entries of a kv head's result each; the others update the importance of CHUNK tokens each,
 settled ones by index, then entering ones.
@@ -57,8 +57,8 @@ def _merged(
 ):
     """Write ELEMENTS entries of a kv head's rows of OUT [B, H, S, D]; the head's first program also updates its average in HEADS [B, K].
 
-    ``b``: the batch row; ``unit``: the program's number in it, kv head after kv head. PARTS, STATS: see ``attend_tokens``; HEAD_DECAY: of
-    the average.
+    ``b``: the batch row; ``unit``: the program's number in it, kv head after kv head. PARTS, STATS: see ``attend_tokens``; HEAD_DECAY: the
+    decay of a head's average per query.
     """
     units: tl.constexpr = (D * G * S + ELEMENTS - 1) // ELEMENTS
     k, number = unit // units, unit % units
@@ -94,8 +94,8 @@ def finish(
     Grid: programs of a batch row, batch rows. KV, GROUP: K and G rounded up to powers of two. PARTS, STATS, SCORES and WEIGHTS are results
     of ``attend_tokens``; the other operands are as there.
 
-    ``pages``, ``rows``, ``slots``: pages of entering tokens, batch rows, entries of SCORES for each head. DECAY, HEAD_DECAY: of the
-    averages. LEAST: the importance, at least, of a token that some query sees.
+    ``pages``, ``rows``, ``slots``: pages of entering tokens, batch rows, entries of SCORES for each head. DECAY, HEAD_DECAY: the decay of
+    the averages of tokens and of heads, per query. LEAST: the importance, at least, of a token that some query sees.
     """
     b = tl.program_id(1)
     merging: tl.constexpr = K * ((D * G * S + ELEMENTS - 1) // ELEMENTS)

@@ -16,8 +16,8 @@ TOP = tl.constexpr(0x7F800000)
 def _price(VALUE, LEVEL, CAP, WORTHS, PRICES, bits, tokens, STEPS: tl.constexpr, BLOCK: tl.constexpr):
     """Return the bytes of all steps of a row's tokens, each from the token's level up to its cap, whose worth is at least a threshold.
 
-    ``bits``: the threshold, as the bits of a float32. VALUE, LEVEL, CAP: the row's entries, ``tokens`` each. WORTHS, PRICES: of each of
-    STEPS steps.
+    ``bits``: the threshold, as the bits of a float32. VALUE, LEVEL, CAP: the row's entries, ``tokens`` each. WORTHS, PRICES: the worth and
+    the bytes of each of STEPS steps.
     """
     threshold = bits.to(tl.float32, bitcast=True)
     total = tl.zeros([BLOCK], tl.int64)

@@ -53,8 +53,9 @@ def _found(
     """Return (at, high, bits, scale, position, level, ok) of a program's tokens, an entry for each of TILE tokens.
 
     ``at``, ``high``: pointers to a token's codes and to the high part of 3-bit codes; ``bits``: its width; ``level``: LEVELS for entering
-    tokens. ``ok`` masks lanes without a token. ``first``: settled tokens of a batch row; ``pages``: of entering tokens; ``b``, ``k``: batch
-    row and kv head; ``rows``: batch rows. CODES, SCALES: planes of entering tokens. BITS: see ``bits_of``; C: channels of a run.
+    tokens. ``ok`` masks lanes without a token. ``first``: settled tokens of a batch row; ``pages``: number of pages of entering tokens;
+    ``b``, ``k``: batch row and kv head; ``rows``: batch rows. CODES, SCALES: planes of entering tokens. BITS: see ``bits_of``; C: channels
+    of a run.
     """
     of_settled = tl.cdiv(first, TILE)
     if tl.program_id(0) < of_settled:
@@ -148,8 +149,8 @@ def decode_tokens(
 ):
     """Write OUT [B, heads, count, D]: decoded tokens at positions below ``count``, of the kv heads from ``from_head`` on.
 
-    ``pages``: of entering tokens; ``rows``: batch rows; BITS: see ``bits_of``; TURNED: narrow tokens are rotated keys. Grid: tiles of
-    settled and of entering tokens, heads, batch rows.
+    ``pages``: number of pages of entering tokens; ``rows``: number of batch rows; BITS: see ``bits_of``; TURNED: narrow tokens are rotated
+    keys. Grid: tiles of settled and of entering tokens, heads, batch rows.
     """
     k, b = from_head + tl.program_id(1), tl.program_id(2)
     first = tl.load(FIRST).to(tl.int32)
@@ -175,9 +176,9 @@ def decode_tokens(
 
 @triton.jit
 def _put(WORDS, HIGH, mine, codes, C: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr):
-    """Write signed codes of eight runs, BITS wide, of those tokens that are ``mine``, to WORDS, and the rest of 3-bit codes to HIGH.
+    """Pack signed codes of BITS bits, in eight runs, and write them to WORDS for the tokens in the mask ``mine``.
 
-    WORDS, HIGH: a pointer for each token.
+    WORDS, HIGH: a pointer for each token. Of 3-bit codes, WORDS gets runs 0 to 4 and the high bit of run 7, HIGH the rest.
     """
     j = tl.arange(0, COLUMNS)
     there = mine[:, None] & (j < C)[None, :]

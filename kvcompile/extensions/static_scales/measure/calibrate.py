@@ -28,7 +28,7 @@ MOST_GRAPHS = 1024
 class SlotCalibration:
     """The result for one slot: its largest magnitude, its scales, and the shares of values that they clip.
 
-    ``clipped``: of the calibration's own batches; ``clipped_validation``: of the validation batches, None without any.
+    ``clipped``: the share in the calibration's own batches; ``clipped_validation``: the share in the validation batches, None without any.
     """
 
     path: str
