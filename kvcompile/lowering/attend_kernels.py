@@ -211,7 +211,7 @@ BLOCKS = "Triton kernel over blocks of a pool"
 
 
 def blocks_gap(facts: AttendFacts) -> str | None:
-    """Return why the kernel over blocks of a pool does not read an attention's tokens in place, None if it does."""
+    """Return why no kernel can attend to a pool's blocks in place; None if one can."""
     return _cuda_gap(facts) if facts.device == "cuda" else f"it is for CUDA, and this is {facts.device}"
 
 
@@ -233,9 +233,9 @@ def facts_for(given: AttendOperands[Any], sizes: Sizes, device: str) -> AttendFa
 
 
 def facts_of(node: fx.Node, device: str, slots: Mapping[str, SlotSpec]) -> AttendFacts:
-    """Return the facts of an ``attend`` or ``attend_blocks`` node of a rewritten graph; ``slots``: its stores' slots by scheme text.
+    """Return the facts of an ``attend`` or ``attend_blocks`` node of a rewritten graph; ``slots``: the slots of its stores by scheme text.
 
-    Those of ``attend_blocks`` are of the attention over gathered tokens.
+    An ``attend_blocks`` node has the facts of the attention over gathered tokens that it is equal to.
     """
     given, gathered = operands_of(node)
     pair = tuple(
@@ -255,9 +255,7 @@ def facts_of(node: fx.Node, device: str, slots: Mapping[str, SlotSpec]) -> Atten
 
 
 def operands_of(node: fx.Node) -> tuple[AttendOperands[Any], bool]:
-    """Return the operands of an ``attend`` or ``attend_blocks`` node as nodes, and whether attention is over tokens in one page: gathered
-    ones.
-    """
+    """Return (operands of ``attend``, whether its tokens are gathered into one page) for an ``attend`` or ``attend_blocks`` node."""
     args, kwargs = cast(Any, (node.args, node.kwargs))
     if node.target is ops.attend_blocks:
         blocks: BlockOperands[Any] = BlockOperands(*args, **kwargs)
@@ -333,7 +331,7 @@ def kernel_lines(graph: fx.Graph, device: str, slots: Mapping[str, SlotSpec], si
 
 
 def _runs(node: fx.Node, device: str, slots: Mapping[str, SlotSpec], compiled: bool) -> str:
-    """Return an attention's operation and the code that runs it, and why no better one does."""
+    """Return as text an attention's operation, the code that runs it, and why a preferred kernel does not."""
     facts = facts_of(node, device, slots)
     blocks = node.target is ops.attend_blocks
     if blocks and compiled and blocks_gap(facts) is None:

@@ -1,4 +1,4 @@
-"""``attend_blocks`` in a compiled graph on CUDA: the kernel over blocks of a pool, or ``gather`` and ``attend`` where it has a gap."""
+"""``attend_blocks`` in a graph compiled for CUDA: the kernel that reads a pool's blocks in place, or else ``gather`` and ``attend``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvcompile.lowering.paged.store import attend_blocks_triton, rows_of
 
 
 def attend_blocks_traced(*arguments: Any) -> torch.Tensor:
-    """Run ``attend_blocks`` in a compiled graph."""
+    """Run ``attend_blocks`` in a compiled graph, by a kernel or, if ``blocks_gap`` has a reason, by its body; return [B, H, 1, Dv]."""
     given: BlockOperands[torch.Tensor] = BlockOperands(*arguments)
     facts = facts_for(given.over(given.keys, given.values, given.hi, None), TensorSizes(), given.q.device.type)
     if blocks_gap(facts) is not None:

@@ -50,7 +50,10 @@ Compiled = Callable[..., Any]
 
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
-    """Raise NotCompiled for a compiler's errors, OwnFault if their cause is in this package; Dynamo's control flow and our errors pass."""
+    """Within the context, turn a compiler's error into NotCompiled, or into OwnFault if its cause is in this package.
+
+    Errors of kvcompile, and errors by which Dynamo controls its own flow, pass unchanged.
+    """
     try:
         yield
     except Exception as error:
@@ -179,7 +182,7 @@ def inductor_patches(
 
 
 def gluon_choice(settings: Settings, mode: str | None, options: dict[str, Any] | None, replayed: bool = True) -> GluonSettings:
-    """Return the setting that selects the Gluon kernel, and whether the compiled steps are replayed as CUDA graphs, as one record."""
+    """Return the setting for the Gluon kernel together with whether the compiled steps are replayed as CUDA graphs."""
     patches = inductor_patches(settings, mode, options, "", replayed)
     return GluonSettings(settings.gluon, bool(patches.get("triton.cudagraphs", config.triton.cudagraphs)))
 

@@ -74,7 +74,7 @@ class PrefillSite:
 
 @dataclass(frozen=True)
 class ChunkedSite:
-    """The two kernels of a site with very many query rows, which decodes codes by chunks (``chunked``)."""
+    """The two kernels of a site with very many query rows: one decodes a chunk of tokens, one attends to it (``chunked``)."""
 
     config: PrefillConfig
     batch: int
@@ -96,7 +96,7 @@ class ChunkedSite:
 
 @dataclass(frozen=True)
 class BlocksSite:
-    """The kernel of a site that reads a pool's blocks in place, without the merge behind it; operands by name, with sizes of the call."""
+    """The kernel of a site that reads a pool's blocks in place, without the merge kernel; ``operands``: sizes and strides by name."""
 
     config: PagedConfig
     operands: tuple[tuple[str, Operand], ...]
@@ -140,7 +140,7 @@ def site_kernel(node: fx.Node, arch: str, hint: Callable[[Any], int]) -> Kernel:
 
 
 def _in_place(given: BlockOperands[torch.Tensor], machine: Machine, hint: Callable[[Any], int]) -> BlocksSite:
-    """Return the kernel of one ``attend_blocks`` whose operands are fake tensors."""
+    """Return the kernel of one ``attend_blocks`` whose operands are fake tensors; ``hint`` turns sizes into plain integers."""
     from kvcompile.lowering.paged.attend import operands_of, sizes_of
 
     def sized(tensor: torch.Tensor) -> torch.Tensor:

@@ -52,13 +52,13 @@ def append_both(*operands: Any) -> None:
 def append_window_both(*operands: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Run ``append_window`` for keys and for values, in one launch if possible; return the results of both calls.
 
-    ``operands``: those of the call for keys, then those of the call for values.
+    ``operands``: the operands of the call for keys, then the operands of the call for values.
     """
     return _windows(_halves(operands))
 
 
 def _halves(operands: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-    """Return ``operands``, those of two calls one after the other, as one tuple for each call."""
+    """Return the operands of two calls, which ``operands`` lists one after the other, as one tuple for each call."""
     count = len(operands) // 2
     return [operands[:count], operands[count:]]
 

@@ -35,7 +35,7 @@ LIBRARY.define(f"append_window_kernel_pair({WINDOW.format('', 'a')}, {WINDOW.for
 
 
 def _slots(operands: tuple[Any, ...], count: int) -> list[tuple[Any, ...]]:
-    """Return ``operands``, those of one slot after another, as one tuple of ``count`` operands for each slot."""
+    """Return ``operands``, those of several slots in sequence, as one tuple of ``count`` operands for each slot."""
     return [operands[at : at + count] for at in range(0, len(operands), count)]
 
 
@@ -53,7 +53,7 @@ def rows_by_kernels(launcher: Launcher, *operands: Any) -> list[torch.Tensor]:
 def own_by_kernel(launcher: Launcher, *operands: Any) -> list[torch.Tensor]:
     """Encode and write the new tokens of one slot by the kernel that its scheme provides, started by ``launcher``; return [].
 
-    ``operands``: those of ``append_own_kernel``.
+    ``operands``: the operands of ``append_own_kernel``.
     """
     own = append_of(operands[-1])
     assert own is not None
@@ -63,7 +63,7 @@ def own_by_kernel(launcher: Launcher, *operands: Any) -> list[torch.Tensor]:
 def windows_by_kernels(launcher: Launcher, *operands: Any) -> list[torch.Tensor]:
     """Append new tokens to the windows of one or two slots by kernels that ``launcher`` starts; return each slot's newest tokens.
 
-    ``operands``: those of ``append_window_kernel``, one slot after another.
+    ``operands``: the operands of ``append_window_kernel`` for each slot, one slot after another.
     """
     from kvcompile.lowering.append import window_blocks as triton_append_blocks
     from kvcompile.lowering.append import window_token as triton_append

@@ -74,8 +74,9 @@ def _append_rows(
 
     The WIDTH channels in one part of the words are WIDTH // GROUP groups with a scale each, padded to UNITS groups of UNIT channels.
 
-    ``program``: its number in the batch row, kv heads first; ``count``: new tokens; ``pages``: of the planes. BITS, PARTS: a word has PARTS
-    codes of BITS bits. E4M3: see ``symmetric_codes``; QMAX, ULP, TINY: see ``absmax_scale``; SKIP: see ``written``.
+    ``program``: the program's number in the batch row, kv heads first; ``count``: number of new tokens; ``pages``: number of pages of the
+    planes. BITS, PARTS: a word has PARTS codes of BITS bits. E4M3: see ``symmetric_codes``; QMAX, ULP, TINY: see ``absmax_scale``; SKIP:
+    see ``written``.
     """
     h = (program % HEADS).to(tl.int64)
     s = (program // HEADS) * ROWS + tl.arange(0, ROWS)
@@ -109,7 +110,7 @@ APPEND_ROWS = slot_kernels(_append_rows)
 
 
 def places(x: torch.Tensor, pos: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> tuple[object, ...]:
-    """Return the arguments x_b to scales_h of a kernel that appends rows: strides of tokens, counts, strides of planes and of positions."""
+    """Return the kernel arguments x_b to scales_h, in order: strides of tokens, two counts, strides of planes and of positions."""
     return (
         x.stride(0), x.stride(1), x.stride(2), x.stride(3), x.shape[2], codes.shape[0], codes.stride(0), scales.stride(0),
         0 if pos.shape[0] == 1 else pos.stride(0), pos.stride(1), codes.stride(1), codes.stride(2), scales.stride(1), scales.stride(2),
@@ -132,7 +133,10 @@ def launch(kernel: Any, slot: Any, launcher: Launcher | None) -> None:
 
 
 def by_constant(slot: Callable[..., Any], fits: Callable[[Any], bool], kernel: Any) -> AppendKernel:
-    """Return the ``append_kernel`` of a scheme that encodes by a constant plane, one launch a slot; ``slot`` makes the operands."""
+    """Return the ``append_kernel`` of a scheme that encodes by a constant plane, with one launch per slot.
+
+    ``slot`` makes the record of operands from the arguments of ``append``; ``fits`` and ``kernel`` take that record.
+    """
 
     def run(calls: Sequence[tuple[Any, ...]], launcher: Launcher) -> list[torch.Tensor]:
         for call in calls:

@@ -41,7 +41,7 @@ class SlotKernels:
     def start(self, launcher: Launcher, slots: Sequence[SlotLaunch], *batch: int, warps: int | None = None) -> None:
         """Launch the kernel over one slot or two by ``launcher``; ``batch``: number of batch rows, if the grid has an axis for them.
 
-        ``warps``: of a program, None for Triton's default.
+        ``warps``: number of warps of a program, None for Triton's default.
         """
         grid = (sum(slot.programs for slot in slots), *batch)
         operands = [operand for slot in slots for operand in slot.operands]

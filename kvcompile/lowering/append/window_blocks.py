@@ -45,8 +45,8 @@ MOST_ELEMENTS = 8192
 def _refused(there, said, s, first, used, ordered, room):
     """Return the mask of the call's tokens ``s`` that are refused: out of order, or past the store's end.
 
-    ``there``: which of them exist; ``said``: the positions given for them; ``first``: that of the call's first token; ``used``: the row's
-    origin; ``ordered``: whether the call continues the row; ``room``: the end of the store.
+    ``there``: the mask of the tokens that exist; ``said``: the positions given for them; ``first``: the position of the call's first token;
+    ``used``: the row's origin; ``ordered``: whether the call continues the row; ``room``: the end of the store.
     """
     return there & ((ordered & (said == first + s) & (said - used < room)) == 0)
 
@@ -65,9 +65,9 @@ def _new(s, SOURCE, POSITIONS, first, used, ordered, count, room, x_s, x_d, pos_
 
 @triton.jit
 def _give(recent, s, x, poisoned, count, W: tl.constexpr, D: tl.constexpr):
-    """Store tokens ``s`` [n] of the call, channels ``x`` [n, D], in ``recent``, the tensor of newest tokens, as NaN where ``poisoned``.
+    """Write tokens ``x`` [n, D], numbers ``s`` [n] of the call, to ``recent``, the tensor of newest tokens; as NaN where ``poisoned``.
 
-    ``count``: tokens of the call, behind the window's W. Two stores, since a select would unpack 16-bit pairs.
+    ``count``: number of tokens of the call, which follow the W tokens of the window. Two stores, since a select would unpack 16-bit pairs.
     """
     to = recent + (W + s)[:, None] * D + tl.arange(0, D)[None, :]
     there = (s >= 0) & (s < count)
@@ -86,8 +86,8 @@ def _append_blocks(
     """Append ROWS positions of one kv head of batch row ``b``: write RECENT, the newest tokens, and CODES, SCALES, ZEROS of whole blocks.
 
     ZEROS only without QMAX; if SUB is NORMED also norms, to OWN. RING and CLOCK are only read: ``_roll`` writes them. They and RECENT are
-    contiguous. ``program``: the tile of positions and the kv head, heads first; ``count``: tokens of the call; ``pages``: of the planes.
-    Constants: see ``window_token._encode_block``.
+    contiguous. ``program``: the tile of positions and the kv head, heads first; ``count``: number of tokens of the call; ``pages``: number
+    of pages of the planes. Constants: see ``window_token._encode_block``.
     """
     h = (program % HEADS).to(tl.int64)
     tile = program // HEADS
@@ -200,7 +200,7 @@ def _roll(
     """Copy COPY of the W newest tokens of one kv head of batch row ``b`` from RECENT into the window RING.
 
     One program a head also writes CLOCK: the row's token count, or the mark of a broken row, and its origin. Other programs read the clock
-    while it is written. ``count``: tokens of the call; ``pages``: of the planes.
+    while it is written. ``count``: number of tokens of the call; ``pages``: number of pages of the planes.
     """
     h = (program % HEADS).to(tl.int64)
     first = tl.load(POS + b * pos_b)

@@ -54,7 +54,7 @@ MOST_ABSMAX = 1 << 15
 def minmax_codes(grouped, stored: tl.constexpr, BITS: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr):
     """Return codes int32 of ``grouped``, float32 [n, group, m], and scales and zero points [n, 1, m] in dtype ``stored``.
 
-    As ``schemes.asymmetric``. BITS: of a code; ULP, TINY: see ``rounded_up``.
+    As ``schemes.asymmetric``. BITS: the width of a code; ULP, TINY: see ``rounded_up``.
     """
     low = tl.reduce(grouped, 1, lesser, keep_dims=True)
     high = tl.reduce(grouped, 1, greater, keep_dims=True)
@@ -223,8 +223,8 @@ def _append_token(
     """Append one token of one kv head of one batch row: write RECENT, the newest tokens, put the token into RING, and update CLOCK.
 
     Its block is encoded by ``_encode_block``, with error feedback (SUB > 0) only when complete. A token out of order becomes NaN. RING, the
-    window, and CLOCK must be contiguous. ``program``: batch row and kv head, heads first; ``pages``: of the planes; W: tokens of the
-    window. Constants: see ``_encode_block``.
+    window, and CLOCK must be contiguous. ``program``: batch row and kv head, heads first; ``pages``: number of pages of the planes; W:
+    tokens of the window. Constants: see ``_encode_block``.
     """
     b = (program // HEADS).to(tl.int64)
     h = (program % HEADS).to(tl.int64)

@@ -137,7 +137,7 @@ class HeadTelemetry:
 class HeadCertificate:
     """The certificate of one query head's newest query in the last step of a live cache.
 
-    ``path``: the module path of the attention; ``row``: of the batch; ``head``: the query head. The returned output is within ``bound`` of
+    ``path``: the module path of the attention; ``row``: the batch row; ``head``: the query head. The returned output is within ``bound`` of
     attention over full-precision tokens, in the Euclidean norm; on the rungs HEAD and LAYER it is computed from them, so only
     ``arithmetic`` remains. ``candidate_``: before the fallback. ``step``: number of steps in this cache's telemetry.
     """

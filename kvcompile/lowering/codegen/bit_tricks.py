@@ -155,7 +155,7 @@ def field_of_pairs(bits: int, low: int, centered: bool) -> str:
 
 
 def select_of_pairs(mask: int) -> str:
-    """Return PTX that takes the bits of ``mask`` in two 16-bit words from the first operand, and the others from the second."""
+    """Return PTX that selects, in two 16-bit words, the bits in ``mask`` from the first operand and the others from the second."""
     return f"{{ .reg .b32 m; mov.b32 m, {_twice(mask)}; lop3.b32 $0, $1, $2, m, 0xe4; }}"
 
 
@@ -165,7 +165,7 @@ def shift_of_pairs(left: int) -> str:
 
 
 def _twice(half: int) -> str:
-    """Return a 16-bit pattern in both halves of a register, as hexadecimal text."""
+    """Return the 16-bit pattern ``half`` repeated in both halves of 32 bits, as hexadecimal text."""
     return f"0x{half:04x}{half:04x}"
 
 

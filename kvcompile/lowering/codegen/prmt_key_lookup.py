@@ -20,10 +20,10 @@ RUN = 32
 
 @dataclasses.dataclass(frozen=True)
 class Codes:
-    """The origin of sixteen codes of a token on one side of ``picked``: part ``part`` of words, with each byte of a word in one of
-    ``halves``.
+    """Where sixteen codes of a token come from, for one side of ``picked``: part ``part`` of the bytes of words.
 
-    A half is (operand, 0 or 1): of the run of bytes in an operand of the assembly, bytes 4 t .. 4 t + 3 (0) or bytes 16 + 4 t .. (1).
+    ``halves``: for each byte of a word, the operand of the assembly and the half of its run of bytes: bytes 4 t .. 4 t + 3 (0) or 16 + 4 t
+    .. (1).
     """
 
     part: int
@@ -32,7 +32,7 @@ class Codes:
     def brought(self, bits: int, to: str, spare: str, first: int, row: int, left: int) -> str:
         """Return PTX that moves the codes of token ``row`` into ``to``, four to a register, each ``left`` bits above its byte's lowest bit.
 
-        Other bits of ``to`` are undefined, and ``spare`` is overwritten. The assembly's operands are numbered from ``first`` on.
+        Other bits of ``to`` are undefined, and ``spare`` is overwritten. ``first``: the number of the first operand of the assembly.
         """
         byte, place = divmod(bits * self.part, 8)
         registers = [f"${first + 4 * run + 2 * half + row}" for run, half in self.halves]

@@ -39,7 +39,7 @@ def declared(name: str, size: int) -> str:
 
 
 def filled() -> str:
-    """Return a statement that is a barrier: all threads of the program wait there until the tables are stored."""
+    """Return a statement, a barrier at which all threads of the program wait until the tables are stored."""
     return statement("bar.sync 0;")
 
 

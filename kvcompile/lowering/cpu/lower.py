@@ -194,9 +194,9 @@ class _Fields:
         return f"{self.kernel.args.input(node.get_name())} + {self.text(node.get_layout().offset)}"
 
     def add(self, name: str, node: ir.IRNode | None, axes: tuple[str, ...], tokens: bool = False) -> None:
-        """Add the pointer and the strides of ``node`` under ``name``; an axis of size 1 gets stride 0 (never the token or width axis).
+        """Add the pointer and the strides of ``node`` to the fields, under ``name``; do nothing if it is None.
 
-        ``tokens``: also its size along the last axis. Nothing for None.
+        An axis of size 1 gets stride 0, except the token and width axes. ``tokens``: whether to add the size of the last axis too.
         """
         if node is None:
             return

@@ -51,7 +51,7 @@ class Masks:
 
 @dataclasses.dataclass(frozen=True)
 class ExtraOperands:
-    """Operands besides planes and masks: newest and first tokens in full precision, and the angles of RoPE.
+    """The operands that a site has besides planes and masks: newest and first tokens in full precision, and the angles of RoPE.
 
     ``exact_first``: number of first tokens; ``exact_first_at``: whether a plane gives their position.
     """
@@ -178,8 +178,9 @@ class AttendConfig(KernelConfig):
         }
 
     def with_splits(self, splits: int, direct: bool, shares: int = 0) -> AttendConfig:
-        """Return the same kernel for ``splits`` splits of the tokens; ``direct``: it writes the finished result.
-        ``shares``: see the class.
+        """Return this kernel with ``splits`` splits of the tokens; ``shares``: see the class.
+
+        ``direct``: whether the kernel writes the finished result, instead of partial sums.
         """
         return dataclasses.replace(self, splits=splits, direct=direct, shares=shares)
 

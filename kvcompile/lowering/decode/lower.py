@@ -72,7 +72,7 @@ def layout_of(device: torch.device, operands: AttendOperands[Any], direct: bool,
 
 
 def tuned(template: Any, configs: Sequence[Any], nodes: dict[str, Any], layout: Any, in_use: dict[str, int]) -> Any:
-    """Return the output of the fastest kernel; ``in_use``: values that fill operands, by name, while kernels are timed."""
+    """Return the output node of the fastest of ``configs``, timed by Inductor; ``in_use``: values that fill operands meanwhile, by name."""
     choices: list[Any] = []
     B, _, S, _ = nodes["Q"].get_size()
     for config in configs:

@@ -56,7 +56,7 @@ class Chunk:
 
     @property
     def padded(self) -> bool:
-        """Whether the block has masked columns beyond the run."""
+        """Whether the columns of the chunk's block exceed its view words, so that some are masked."""
         return self.count != self.block
 
 

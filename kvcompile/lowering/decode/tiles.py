@@ -78,7 +78,7 @@ def looks_up(base: AttendConfig) -> bool:
 
 
 def needed(base: AttendConfig, tile: Tile) -> int:
-    """Return a bound on the bytes of one program's shared memory: words in flight, the wider tile decoded, queries, scores, reductions."""
+    """Return a bound on a program's bytes of shared memory: words in flight, a decoded tile, queries, scores, reductions."""
     itemsize, row = base.dtype.itemsize, max(base.key_dim, base.value_dim)
     words = base.key_dim * base.key_word.itemsize + base.value_dim * base.value_word.itemsize
     if base.beside.tail:

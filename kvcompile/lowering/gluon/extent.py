@@ -32,7 +32,7 @@ def visible(HI, LO, batch_row, hi_batch, lo_batch, capacity, C: gl.constexpr):
 
 @gluon.jit
 def tiles_of_batch(HI, LO, BASE, batch, hi_batch, lo_batch, base_batch, capacity, WARPS: gl.constexpr, C: gl.constexpr):
-    """Return the number of tiles of encoded tokens in all rows of the batch; WARPS: the number of warps of the calling program."""
+    """Return the number of tiles of encoded tokens over all rows of the batch; WARPS: number of warps of the calling program."""
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     count = 0
     for begin in range(0, batch, 32 * WARPS):

@@ -29,7 +29,7 @@ from kvcompile.lowering.host.torch_api import OrderedSet, tree_map
 
 
 def stand_in(node: Any) -> torch.Tensor:
-    """Return a fake tensor with the size, strides, dtype and device of a realized buffer or view."""
+    """Return a fake tensor that stands for a realized buffer or view: with its size, strides, dtype and device."""
     with V.fake_mode:
         return torch.empty_strided(
             convert_shape_to_symint(node.get_size()), convert_shape_to_symint(node.get_stride()), dtype=node.get_dtype(),
@@ -73,9 +73,9 @@ def check_whole(known: Sequence[torch.Tensor], used: Sequence[torch.Tensor]) -> 
 
 
 class LaunchOutput(ir.InputsKernel):
-    """A buffer that a launch sequence makes. An ``InputsKernel``, which boxes take for realized, but not an operation of the graph.
+    """A buffer that a launch sequence makes, registered in Inductor's graph. It is an ``InputsKernel``, so that boxes count it as realized.
 
-    Making one registers the buffer in Inductor's graph.
+    It is not an operation of the graph.
     """
 
     def __init__(self, layout: Any, maker: LaunchSequence) -> None:

@@ -115,7 +115,7 @@ def identity(tensor: torch.Tensor) -> int:
 
 
 class OnlyRoom(TorchDispatchMode):
-    """A dispatch mode that allows empty tensors, views and queries of strides, and refuses all computation."""
+    """A dispatch mode that refuses computation: it allows new empty tensors, which it keeps in ``room``, views, and queries of strides."""
 
     EMPTY, ASKED = ("aten::empty", "aten::new_empty"), "prim::"
 
@@ -124,7 +124,7 @@ class OnlyRoom(TorchDispatchMode):
         self.room: list[torch.Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an allocation, a view or a query and return its result; keep what is allocated in ``room``.
+        """Run an allocation, a view or a query, and return its result; append an allocated tensor to ``room``.
 
         Raises NotRecorded for any other operator.
         """

@@ -45,7 +45,7 @@ def compile_for(
 def built_for(
     kernel: Any, signature: Mapping[str, str], aligned: Collection[str], capability: int, num_warps: int, num_stages: int
 ) -> Any:
-    """Return a kernel as Triton compiles it, with ``asm`` and ``metadata``; takes the arguments of ``compile_for``."""
+    """Return Triton's compiled kernel, with ``asm`` and ``metadata``, for a CUDA capability; arguments as in ``compile_for``."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -64,9 +64,10 @@ def is_broken(held: torch.Tensor) -> torch.Tensor:
 
 
 def said_of(held: int) -> tuple[int, int, bool]:
-    """Return (expected position, found position, unstored) of a broken row, whose count is ``held``; position -1 is any below 0.
+    """Return (expected position, found position, unstored) from ``held``, the token count that marks a row as broken.
 
-    If ``unstored`` is true, the two are the row's origin and the earlier position that a mask showed.
+    Position -1 means any position below 0. If ``unstored`` is true, the positions are the row's origin and the earlier position that a mask
+    showed.
     """
     said = (held - BROKEN) & 0xFFFFFFFF
     return (held - BROKEN) >> 32, said % SHOWN - 1, said >= SHOWN

@@ -1,17 +1,17 @@
-"""``attend_blocks``: attention of one new token a row over tokens that lie in a pool's store, in blocks that a table finds.
+"""``attend_blocks``: attention of one new token per row over tokens in the blocks of a pool's store, which a block table lists.
 
 Its definition is ``gather`` of the rows' codes, then ``attend``. Where a kernel reads the codes in place (``lowering.blocks``), nothing is
 gathered.
 
 Operands
     q        queries [B, H, 1, D]
-    keys     planes of the key store, [N, 1, K, R, width]; constant planes behind those that grow
+    keys     planes of the key store, [N, 1, K, R, width]; first the planes that grow, then the constant ones
     values   planes of the value store, in the same order
-    table    int64 [B, E]: tokens e * ``every`` and following of a row are in slots table[b, e] * ``every`` and following. An entry that is
-             no block of the store makes its tokens NaN
-    every    tokens of a block; a divisor of R
-    hi       int64 [B or 1, 1]: the last position that the query attends to, -1 for none; it may be behind the last token of the table
-    window   the query sees this many tokens up to ``hi``; 0 for all
+    table    int64 [B, E]: tokens e * ``every`` and following of row b are in slots table[b, e] * ``every`` and following. An entry that is
+             not a block of the store makes its tokens NaN
+    every    number of tokens in a block; a divisor of R
+    hi       int64 [B or 1, 1]: the last position that the query attends to, -1 for none; it may be after the last token of the table
+    window   number of tokens up to ``hi`` that the query sees; 0 for all
     sinks, key_scheme, value_scheme, scale, softcap, value_dim  as in ``attend``
     result   [B, H, 1, Dv] in q's dtype
 """
@@ -49,7 +49,7 @@ class BlockOperands(Generic[T]):
     value_dim: Any
 
     def over(self, keys: Sequence[T], values: Sequence[T], hi: T, lo: T | None) -> AttendOperands[T]:
-        """Return the operands of ``attend`` over gathered planes, with the mask's limits."""
+        """Return the operands of ``attend`` over ``keys`` and ``values``, planes of gathered tokens, with the limits ``hi`` and ``lo``."""
         return AttendOperands(
             self.q, keys, values, hi, lo, None, None, self.sinks, self.key_scheme, self.value_scheme, self.scale, self.softcap,
             self.value_dim,
@@ -59,14 +59,14 @@ class BlockOperands(Generic[T]):
 def grown_and_constant(
     planes: Sequence[torch.Tensor], scheme: str, dim: int, role: Role
 ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-    """Return the planes of a store that grow with tokens, and the constant ones behind them; ``dim``: channels of a head."""
+    """Return (planes that grow with tokens, constant planes) of a store; ``dim``: channels of a head."""
     made, slot = schemes.parse(scheme), SlotSpec(planes[0].shape[2], dim, planes[0].dtype, role)
     constant = sum(spec.constant for spec in made.layout(slot).planes[: len(planes)])
     return planes[: len(planes) - constant], planes[len(planes) - constant :]
 
 
 def attend_blocks_body(*arguments: Any) -> torch.Tensor:
-    """Compute ``attend_blocks``, its definition; in a traced graph ``attend`` stays one operation, which has kernels of its own."""
+    """Return the result of ``attend_blocks``, whose definition this is; a traced graph keeps its ``attend`` as one operation."""
     given: BlockOperands[torch.Tensor] = BlockOperands(*arguments)
     offsets = torch.arange(given.every, device=given.table.device)
     places = (given.table.unsqueeze(2) * given.every + offsets).flatten(1)

@@ -154,8 +154,9 @@ def _encoded_apart(
 
 
 def read_back_body(x: torch.Tensor, levels: Sequence[torch.Tensor], tables: Sequence[torch.Tensor], scheme: str) -> torch.Tensor:
-    """Return x [B, K, S, D] after encoding and decoding; ``levels``: constant planes that ``decode`` takes; ``tables``: those that
-    ``encode`` takes.
+    """Return x [B, K, S, D] after encoding and decoding, in x's dtype.
+
+    ``tables``: the constant planes that ``encode`` takes; ``levels``: the constant planes that ``decode`` takes.
     """
     made = schemes.parse(scheme)
     slot = SlotSpec(x.shape[1], x.shape[3], x.dtype, Role.VALUE)
@@ -246,7 +247,10 @@ def with_exact_rows(decoded: torch.Tensor, exact_newest: torch.Tensor, base: tor
 
 
 def attend_body(operands: AttendOperands[torch.Tensor], compute: torch.dtype | None = None) -> torch.Tensor:
-    """Return the result of ``attend``, which this defines: one kv head at a time, in ``compute`` (None: q's dtype, at least float32)."""
+    """Return the result of ``attend``, whose definition this is; computed one kv head at a time.
+
+    ``compute``: the dtype of the computation, None for q's dtype, at least float32.
+    """
     q, kv_heads = operands.q, operands.keys[0].shape[2]
     compute = compute or torch.promote_types(q.dtype, torch.float32)
     group = q.shape[1] // kv_heads
@@ -341,7 +345,10 @@ def _fitted(table: torch.Tensor, tokens: int) -> torch.Tensor:
 
 
 def decodable(scheme: schemes.Scheme, planes: Sequence[torch.Tensor], slot: SlotSpec, heads: slice) -> tuple[torch.Tensor, ...]:
-    """Return what ``decode`` takes for some heads: a kernel's planes as tokens [B, K, T, width]; a constant last plane keeps its shape."""
+    """Return the argument ``planes`` of ``Scheme.decode`` for the kv heads ``heads``: planes as tokens [B, K, T, width].
+
+    Only planes that a kernel reads are returned; a constant last plane keeps its shape.
+    """
     fmt = scheme.format(slot)
     read = [plane[:, :, heads] for plane in planes[: fmt.planes]]
     return tuple(plane if fmt.ends_constant and at == fmt.planes - 1 else as_tokens(plane) for at, plane in enumerate(read))

@@ -25,7 +25,7 @@ def unroll_body(
 ) -> list[torch.Tensor]:
     """Return [1, B, K, past + S, width] for each plane: the ``past`` tokens before ``cursor``, then x [B, K, S, D] encoded.
 
-    ``slots``: of the cache; ``tables``: the planes that ``encode`` takes, None for none.
+    ``slots``: number of slots of the cache; ``tables``: the planes that ``encode`` takes, None for none.
     """
     held = (cursor - past + torch.arange(past, device=cursor.device)) % slots
     made = []

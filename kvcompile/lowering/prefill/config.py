@@ -21,8 +21,8 @@ SQUARE = Tile(64, 128, False, 8, 3)
 class PrefillConfig(KernelConfig):
     """A complete description of one rendered prefill kernel; hashable.
 
-    ``chunk`` above 0: the kernel sees that many tokens from a run-time position on and adds to the partial sums of
-    earlier chunks (``chunked``); ``offline`` renders such kernels, Inductor does not.
+    ``chunk``: if above 0, the kernel sees that many tokens, from a position given at run time, and adds to the partial sums of earlier
+    chunks (``chunked``). Only ``offline`` renders such kernels.
     """
 
     exact_newest: bool = False
@@ -40,7 +40,7 @@ class PrefillConfig(KernelConfig):
         return dataclasses.replace(self, splits=splits)
 
     def over_scratch(self) -> PrefillConfig:
-        """Return the kernel of this attention over decoded tokens: dense, one page of ``chunk`` rows."""
+        """Return the kernel that attends to the tokens of a decoded chunk: dense, in one page of ``chunk`` rows."""
         return dataclasses.replace(
             self, key_scheme="dense", value_scheme="dense", key_word=self.dtype, value_word=self.dtype, page_rows=self.chunk, paged=False
         )

@@ -26,7 +26,7 @@ def places(do: Do, operands: AttendOperands[Any], count: int, batch: Any, device
 
 
 def kept(do: Do, keep: Any | None, place: Any, count: int, tokens: Any, device: torch.device) -> Any:
-    """Return a mask, bool [1 or B, T'], that hides the first tokens and what ``keep`` [1 or B, ``tokens``] hides (None: nothing)."""
+    """Return a mask, bool [1 or B, T'], that is False for the first tokens, and where ``keep`` is False if that is given."""
     first = do(aten.slice.Tensor, place, 1, 0, 1)
     row = do(aten.unsqueeze, _iota(do, tokens, device), 0)
     others = do(aten.logical_or, do(aten.lt, row, first), do(aten.ge, row, do(aten.add, first, count)))

@@ -37,7 +37,10 @@ FMA = (
 
 @dataclasses.dataclass(frozen=True)
 class Element:
-    """One part and byte of a view word: ``expression`` unpacks ``{word}`` to raw; raw * 2**power - offset is the code."""
+    """One code of a view word, a pair of bytes: part ``part`` of byte ``byte``; its value is raw * 2**power - offset.
+
+    ``expression``: Triton text that unpacks raw from ``{word}``.
+    """
 
     part: int
     byte: int

@@ -74,7 +74,7 @@ def choose_cut(
 def chunk_for(config: PrefillConfig, batch: int, capacity: int | None = None) -> int:
     """Return the number of tokens decoded at a time, by the bytes of a token; at most ``capacity``, rounded up to a whole tile.
 
-    ``capacity``: of the store in tokens, None if it is no constant.
+    ``capacity``: the store's capacity in tokens, None if it is not a constant.
     """
     each = batch * config.kv_heads * (config.key_dim + config.value_dim) * config.dtype.itemsize
     tokens = min(max(1 << (max(1, SCRATCH // each).bit_length() - 1), CHUNKS[0]), CHUNKS[1])
