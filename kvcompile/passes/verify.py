@@ -100,7 +100,7 @@ def _planes(bindings: list[Binding], planes: list[fx.Node]) -> set[fx.Node]:
 
 
 def _asks(user: fx.Node, name: str, writers: list[fx.Node], order: dict[fx.Node, int]) -> bool:
-    """Return whether a node reads only a plane's size, or only the clock in an allowed order.
+    """Return whether a node reads no tokens of a plane: only its size, or the clock, and that in an allowed order.
 
     The clock may be read before the append, to count positions, or after it, to test for rows whose tokens came out of order.
     """
@@ -119,7 +119,7 @@ def _asks(user: fx.Node, name: str, writers: list[fx.Node], order: dict[fx.Node,
 
 
 def _counts(user: fx.Node) -> bool:
-    """Return whether a node reads a plane only to subtract its number from positions."""
+    """Return whether a node reads the plane ``first`` only to subtract its number from positions."""
     return op_name(user) == "reshape" and all(op_name(node) == "sub" for node in user.users)
 
 

@@ -1,14 +1,16 @@
-"""``varlen_attn`` over a cache as a gather, a mask and scaled_dot_product_attention, with a dim of batch rows.
+"""``varlen_attn`` over a cache, rewritten as a gather, a mask and scaled_dot_product_attention, with a dim of batch rows.
 
-Queries of all rows lie one after another; row r has those from ``cu_seq_q[r]`` to ``cu_seq_q[r + 1]``. They are padded to ``max_q`` a
-row, and what each row reads is gathered by its block table, or from ``cu_seq_k[r]`` on: the matcher knows both as reads of a pool, and each
-query's last token as a limit. Only calls with ``seqused_k``, which says how many tokens of a cache a row has, are spelled out, and only if
+The queries of all rows lie one after another; row r has those from ``cu_seq_q[r]`` to ``cu_seq_q[r + 1]``. They are padded to ``max_q`` a
+row. Each row's keys and values are gathered by its block table, or from ``cu_seq_k[r]`` on: the matcher recognises both as reads of a pool,
+and each query's last token as a limit. Only calls with ``seqused_k``, the number of cached tokens of each row, are rewritten, and only if
 nothing but the output is read.
 
 ::
 
     out = varlen_attn(q [T, H, D], k_pool, v_pool, starts, None, max_q, max_k, window_size=(-1, 0), seqused_k=lengths, block_table=table)
-    is
+
+is
+
     keys, values = k_pool[table].flatten(1, 2).transpose(1, 2), v_pool[table]...
     seen = arange(tokens) <= lengths - counts + arange(max_q)
     out = scaled_dot_product_attention(q[starts + arange(max_q)], keys, values, seen)[row, place]
@@ -26,7 +28,7 @@ NAME = "torch_attn::_varlen_attn"
 
 
 def over_a_cache(node: fx.Node) -> bool:
-    """Return whether a node of Dynamo's graph is an attention over packed rows that is spelled out: over a cache, only its output read."""
+    """Return whether a node of Dynamo's graph is a ``varlen_attn`` that is rewritten: it has ``seqused_k``, and only its output is read."""
     target = getattr(node.target, "_qualified_op_name", None) or getattr(getattr(node.target, "_schema", None), "name", "")
     if node.op != "call_function" or target != NAME:
         return False
@@ -48,7 +50,7 @@ def given(
 
 
 def explicit(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute the attention of a call by plain operations; of the three results only the first is valid."""
+    """Return the three results of a ``varlen_attn`` call, computed by plain operations; only the first one is valid."""
     call = given(*args, **kwargs)
     q, starts, lengths, most = call["q"], call["starts"], call["seqused_k"], call["max_q"]
     first, counts = starts[:-1], starts[1:] - starts[:-1]
@@ -73,7 +75,7 @@ def explicit(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor, tor
 
 
 def _read(call: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each row's keys and values [N, K, T, D], tokens that it does not have among them."""
+    """Return the keys and values that each row reads, [N, K, T, D] each; tokens behind a row's last one are arbitrary."""
     if call["block_table"] is not None:
         keys, values = (pool[call["block_table"]].flatten(1, 2).transpose(1, 2) for pool in (call["k"], call["v"]))
         return keys, values

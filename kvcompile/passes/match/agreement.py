@@ -44,9 +44,9 @@ _made: WeakKeyDictionary[fx.Graph, tuple[int, tuple[Values, ...]]] = WeakKeyDict
 
 
 def worlds(graph: fx.Graph) -> tuple[Values, ...]:
-    """Return the symbols' values in the capture, and other values that the guards admit, where there are such.
+    """Return one or two worlds of a graph: the symbols' values in the capture, and other values that the guards admit, if there are any.
 
-    In the second world every symbol that the guards let move has another value. Returns ``({},)`` where no size is symbolic.
+    In the second world every symbol that the guards let move has another value. Returns ``({},)`` if no size is symbolic.
     """
     env = _env(graph)
     if env is None:
@@ -93,7 +93,7 @@ def _numbers(graph: fx.Graph) -> frozenset[int]:
 
 
 def in_every_world(graph: fx.Graph, find: Callable[[], T]) -> list[T]:
-    """Return the results of ``find`` in all worlds of a graph, that of the capture first."""
+    """Return the result of ``find`` in each world of a graph, in the captured world first."""
     found = []
     # ``find`` may add guards, and then the second world is another one: ask for each when its turn comes.
     for place in range(2):

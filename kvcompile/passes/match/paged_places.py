@@ -1,4 +1,4 @@
-"""Slots of a pool (a paged cache, read through a gather): the ones that are read or written, as a sum over indices."""
+"""The slots of a pool (a paged cache, read through a gather) that a graph reads or writes, as a sum over indices."""
 
 from __future__ import annotations
 

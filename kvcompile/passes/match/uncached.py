@@ -1,4 +1,4 @@
-"""Attentions without a cache, as in a forward pass for training: their new keys and values, as a cache would hold them.
+"""Attentions without a cache, as in a forward pass for training, with the new keys and values that a cache would hold.
 
 The recognisers of cached attention find them, and coordinates show the tensor that keys and values are views of, with its layout and the kv
 heads before they are repeated. A cache would hold that tensor: keys after RoPE, values after their projection. An attention that sees later

@@ -67,9 +67,9 @@ def cache_behind(node: fx.Node, effects: Effects) -> fx.Node | None:
 
 
 def unrecognised(captured: Captured, effects: Effects, spoken: set[fx.Node]) -> list[tuple[fx.Node, Miss]]:
-    """Return (product, its Miss) for every product over a cache that no recogniser claimed.
+    """Return (product, its Miss) for every product over a cache that no recogniser claimed (``spoken``: the claimed nodes).
 
-    Left out are products near a softmax, whose recogniser reports them, and products that only rank tokens. ``spoken``: the claimed nodes.
+    Left out are products near a softmax, whose recogniser reports them, and products whose results only rank tokens.
     """
     found = []
     for node in captured.graph.nodes:

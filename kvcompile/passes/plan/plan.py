@@ -82,7 +82,7 @@ class SlotPlan:
 
     @property
     def knows_padding(self) -> bool:
-        """Whether the write path is given each row's end of padding, because windows, sinks or the scheme need it."""
+        """Whether the append gets each row's first position that is not padding, since a window, sinks or the scheme depend on it."""
         return bool(self.window or self.sinks) or self.scheme.keeps_padding_out
 
     @property
@@ -194,9 +194,9 @@ def _slot_plan(slot: Slot, role: Role, chosen: Scheme, exact: tuple[int, int], r
 
 
 def _needs_order(scheme: Scheme, layout: Layout, blocks: str, beside: str, turned: str) -> str | None:
-    """Return why a scheme needs its tokens in order, as a clause of an error message; None if it does not need it.
+    """Return why a scheme needs its tokens in order, as a clause of an error message; None if it does not.
 
-    ``blocks``, ``beside`` and ``turned`` end the clause for schemes that encode blocks, keep further planes, or undo RoPE.
+    ``blocks``, ``beside`` and ``turned``: the end of that clause for schemes that encode blocks, keep further planes, or undo RoPE.
     """
     if not scheme.by_token:
         return f"encodes blocks of consecutive tokens, and {blocks}"
@@ -217,9 +217,9 @@ def _check_dtypes(site: Site) -> None:
 
 
 def _check_table(scheme: Scheme, layout: Layout) -> None:
-    """Raise PagedNeedsTokens if the scheme of a paged cache needs its tokens in order, which such a cache does not keep.
+    """Raise PagedNeedsTokens if the scheme of a paged cache needs its tokens in order: a pool does not keep them in order.
 
-    So do windows, blocks of tokens that are encoded together, and planes computed from queries.
+    Schemes with windows, with blocks of tokens that are encoded together, and with planes computed from queries need that order.
     """
     why = _needs_order(scheme, layout, "the tokens of a sequence are in scattered slots", "cannot be gathered with them", "")
     if why is not None:
@@ -331,9 +331,9 @@ def rolls(site: Site) -> int | None:
 
 
 def _still(slot: Slot, site: Site) -> bool:
-    """Return whether a cache will not grow: it is only read from an argument, or is created with tokens other than the queries'.
+    """Return whether a cache will not grow: the graph only reads it, or creates it with a number of tokens that differs from the queries'.
 
-    A wrong guess costs a copy, as the next write makes room. A buffer has its own capacity in any case.
+    If the answer is wrong, the next write makes room at the cost of a copy. A buffer has its own capacity in any case.
     """
     facts = slot.kind.facts
     if not facts.written:
@@ -399,10 +399,10 @@ def site_plan(site: Site, pair: Pair, effects: Effects) -> SitePlan:
 
 
 def plan(matched: Matched, policy: Policy) -> Plan:
-    """Return the plan of every site of a matched graph; a site that its schemes cannot hold, or that ``policy`` does not name, is refused.
+    """Return the plan of every site of a matched graph: planned sites, refusals, and the paths of sites that the policy leaves out.
 
-    A site that the policy leaves out is neither planned nor refused; one that shares its cache with an attention that stays dense is
-    refused.
+    A site is refused if no entry of ``policy`` matches its path, if its schemes cannot hold its cache, or if it shares its cache with an
+    attention that stays dense. A site whose entry is None is left out: neither planned nor refused.
     """
     sites, refusals = [], [item for item in matched.refusals if not policy.leaves_out(item.path)]
     paths = [*(item.path for item in matched.refusals), *(item.path for item in matched.sites)]

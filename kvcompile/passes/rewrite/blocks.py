@@ -1,13 +1,13 @@
-"""Blocks: whether a pool's tokens lie in blocks that attention can read in place, through a table, instead of as gathered codes.
+"""Blocks: whether attention can read a pool's tokens in place, block by block, through a table, instead of as gathered codes.
 
 ::
 
     read = gather(planes, block_table * 16 + arange(16), "int8")
     out  = attend(q, read, ..., hi)                               ->   out = attend_blocks(q, planes, block_table, 16, hi, window, ...)
 
-A kernel reads blocks of 16, 32 or 64 tokens: pages of a pool that are a multiple of 16 tokens are blocks, or consist of them. Each row has
-one new token: the tokens that it sees are then a length, whatever the mask was computed from. Prompts are gathered, and attended to by
-kernels for many rows of queries.
+A kernel reads blocks of 16, 32 or 64 tokens; a pool whose pages are a multiple of 16 tokens consists of such blocks. Each row must have one
+new token: the tokens that it sees are then given by a length, whatever mask the model computed. The tokens of prompts are gathered, and
+kernels for many rows of queries attend to them.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ LEAST = 16
 
 @dataclass(frozen=True)
 class PoolBlocks:
-    """The blocks of a pool that one attention reads: ``every`` tokens each, ``entries`` a row (an int or a SymInt).
+    """The blocks of a pool that one attention reads: ``every`` tokens each, ``entries`` in a row of the table (an int or a SymInt).
 
-    ``window``: tokens that a query sees up to its limit, 0 for all. ``cut``: the last block has tokens that the model does not read.
+    ``window``: number of tokens up to its limit that a query sees, 0 for all. ``cut``: whether the last block has tokens that the model
+    does not read.
     """
 
     every: int
@@ -48,7 +49,7 @@ class PoolBlocks:
 
 
 def blocks_of(item: SitePlan, effects: Effects) -> PoolBlocks | None:
-    """Return the blocks that a site's attention can read in place, None where its tokens have to be gathered."""
+    """Return the blocks that a site's attention can read in place; None if its tokens must be gathered."""
     site, attention = item.site, item.site.attention
     table, other = site.key.block_table, site.value.block_table
     if table is None or other is None or not same(table.tokens, other.tokens) or not alike(table.places, other.places, effects):
@@ -69,7 +70,7 @@ def blocks_of(item: SitePlan, effects: Effects) -> PoolBlocks | None:
 
 
 def alike(places: Places, other: Places, effects: Effects) -> bool:
-    """Return whether two gathers read the same slots, by the same index tensors or by such as are computed alike from the same tensors."""
+    """Return whether two gathers read the same slots: by the same index tensors, or by tensors with the same computation."""
     def without(item: Places) -> Places:
         return dataclasses.replace(item, picked=tuple(dataclasses.replace(picked, node=places.picked[0].node) for picked in item.picked))
 
@@ -79,7 +80,7 @@ def alike(places: Places, other: Places, effects: Effects) -> bool:
 
 
 def _equal(one: object, two: object, effects: Effects) -> bool:
-    """Return whether two operands have equal values wherever both are known: the graph writes to nothing that they are computed from."""
+    """Return whether two operands surely have equal values: one node, or equal operations on equal operands, none of them written to."""
     if isinstance(one, (list, tuple)) and isinstance(two, (list, tuple)):
         return len(one) == len(two) and all(_equal(*pair, effects) for pair in zip(one, two, strict=True))
     if not isinstance(one, fx.Node) or not isinstance(two, fx.Node):
@@ -99,9 +100,9 @@ def _equal(one: object, two: object, effects: Effects) -> bool:
 
 
 def tokens_together(places: Places) -> int:
-    """Return how many consecutive tokens of a row always lie in consecutive slots that begin at a multiple of their number; 1 for none.
+    """Return how many consecutive tokens of a row always lie in consecutive slots that begin at a multiple of their number.
 
-    At most a page of the store.
+    At most PAGE; 1 if no larger number is known.
     """
     if any({"T", "O"} & set("".join(item.roles)) for item in places.picked):
         return 1
@@ -114,7 +115,7 @@ def tokens_together(places: Places) -> int:
 
 
 def window_of(bounds: Bounds, effects: Effects) -> int | None:
-    """Return how many tokens up to its upper limit a row's query sees, 0 for all; None where a mask is something else than such limits."""
+    """Return the number of tokens up to its upper limit that a query sees, 0 for all; None if its mask is not made of such limits."""
     hi, lo = bounds.hi, bounds.lo
     if bounds.keep is not None or bounds.carried:
         return None
@@ -126,7 +127,7 @@ def window_of(bounds: Bounds, effects: Effects) -> int | None:
 
 
 def _origin(node: fx.Node, offset: int) -> tuple[fx.Node, int]:
-    """Return the tensor that a limit of one token a row is counted from, and the offset from it: additions of constants are followed."""
+    """Return (tensor, offset): the tensor that a limit of one token per row adds constants to, and the sum of these constants."""
     while node.args and is_tensor(source := node.args[0]):
         constant = node.args[1] if len(node.args) == 2 else None
         if op_name(node) in {"add", "sub"} and type(constant) is int and not node.kwargs:
@@ -138,5 +139,5 @@ def _origin(node: fx.Node, offset: int) -> tuple[fx.Node, int]:
 
 
 def _rows(node: fx.Node) -> list[Any]:
-    """Return the sizes of a tensor other than one: a view of one such dim has the same values in the same order."""
+    """Return the sizes other than 1 of a tensor; a view with one such dim has its values in the same order."""
     return [size for size in value_of(node).shape if not same(size, 1)]

@@ -154,14 +154,12 @@ class PagedCaches:
     # --- both ------------------------------------------------------------------------------------
 
     def _key(self, places: Places, user: fx.Node) -> tuple[Any, ...]:
-        """Return a key that is equal for indices with equal values; for indices that the graph writes to, it is unique to the node
-        ``user``.
-        """
+        """Return a key that is equal for indices with equal values; it includes ``user`` if the graph writes to an index tensor."""
         changing = any(self.effects.writes_to(item.node) for item in places.picked)
         return (places, user) if changing else (places,)
 
     def _checked(self, emit: Emitter, item: Picked) -> fx.Node:
-        """Emit an index tensor as int64 times its weight, with out-of-range indices set to ``NOWHERE``."""
+        """Emit an index tensor as int64, multiplied by its weight, with NOWHERE for indices out of range."""
         node = emit.copies[item.node]
         if value_of(item.node).dtype != torch.int64:
             node = emit.call(aten.to.dtype, node, torch.int64)

@@ -45,7 +45,7 @@ class SlidingCaches:
         return self.cursors[sliding.slots]
 
     def finalize(self) -> tuple[int, ...]:
-        """Move the placeholders of the cursors after those of the planes; return the numbers of slots of the cursors' caches, in order."""
+        """Move the placeholders of the cursors behind those of the planes; return the number of slots for each cursor, in order."""
         for node in self.cursors.values():
             [item for item in self.graph.nodes if item.op == "placeholder"][-1].append(node)
         return tuple(self.cursors)
@@ -180,7 +180,7 @@ def _boolean(site: Site) -> bool:
 
 
 def covered(site: Site, limit: Limit) -> bool:
-    """Return whether a limit hides no token that is read, or only tokens that a carried mask hides too."""
+    """Return whether a limit can be left out: every token that is read meets it, or a carried mask hides the tokens that do not."""
     carried_says_so = len(site.attention.masks) == 1 and bool(site.bounds.carried) and not site.attention.causal
     if carried_says_so or limit.kind is LimitKind.ALL:
         return True

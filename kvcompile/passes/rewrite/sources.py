@@ -24,9 +24,10 @@ DENSE = "dense()"
 class Sources:
     """Operands of one attention.
 
-    ``q``            queries [B, H, S, D] in ``dtype``; channels rotated like the keys' if stores are read ``keys, values`` planes of
-    stores, or one plane each of this call's tokens, encoded as ``schemes`` say ``fresh``        this call's keys and values [B, K, S, D];
-    None if stores are read ``grouped``      the heads of ``fresh`` are fewer than query heads
+        q             queries [B, H, S, D] in ``dtype``; if stores are read, with channels rotated like the keys'
+        keys, values  planes of stores, or one plane each of this call's tokens, encoded as ``schemes`` say
+        fresh         this call's keys and values [B, K, S, D]; None if stores are read
+        grouped       whether ``fresh`` has fewer heads than the queries
     """
 
     q: fx.Node
@@ -135,7 +136,7 @@ def _grown(appends: Appends, slot: SlotPlan) -> list[fx.Node]:
 
 
 def _block_table(appends: Appends, item: SitePlan, blocks: PoolBlocks) -> fx.Node:
-    """Emit the numbers of the blocks that hold a site's tokens, where the model gathers its keys."""
+    """Emit the block numbers of each row's tokens, int64 [B, E], at the node where the model gathers the keys."""
     table = item.key.slot.block_table
     assert table is not None
     return appends.paged.blocks(appends.context.emit_before(table.gather), item.key, device_of(item), rows_of(item.site), blocks)

@@ -90,7 +90,7 @@ def rescaled(log: fx.Node, dim: int, state: Scores, result: fx.Node, result_dims
 
 
 def _to_result(scaled: fx.Node, factor: fx.Node, result: fx.Node) -> tuple[fx.Node, ...] | None:
-    """Return the copies between an attention's result and its multiplication by a factor; None where something else is multiplied."""
+    """Return the copies between ``result`` and ``scaled``, its product with ``factor``; None if ``scaled`` is another product."""
     node = scaled.args[1] if scaled.args[0] is factor else scaled.args[0]
     nodes: list[fx.Node] = []
     while isinstance(node, fx.Node) and node is not result:

@@ -18,7 +18,7 @@ WHOLE = "read the cache from its first token, all rows and channels, heads in or
 
 
 def made_from(behind: fx.Node, base: fx.Node | None) -> Miss:
-    """Return the Miss for keys or values that are computed from the cache tensor ``behind`` and are no view of it.
+    """Return the Miss for keys or values that are computed from the cache tensor ``behind`` rather than views of it.
 
     ``base``: the node at which the operand's views end.
     """
@@ -44,7 +44,7 @@ def made_from(behind: fx.Node, base: fx.Node | None) -> Miss:
 
 
 def learned(join: fx.Node) -> Miss | None:
-    """Return the Miss of a concatenation with tokens that all rows share, such as memory keys; None where no part is such."""
+    """Return the Miss of a concatenation of a cache with tokens that all rows share, such as memory keys; None for other nodes."""
     for part in bind(join)["tensors"] if op_name(join) in CONCATENATIONS else ():
         trail = trace(part, lambda node: node.op == "placeholder")
         if trail.base.op == "placeholder" and any(op_name(node) in REPEATS for node in trail.path):

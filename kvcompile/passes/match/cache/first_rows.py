@@ -72,6 +72,6 @@ def _cuts(node: fx.Node, root: fx.Node, dim: int) -> bool:
 
 
 def _told(node: fx.Node) -> object:
-    """Return the start of a slice as an error message shows it: a number, or the value of the node that computes it."""
+    """Return the start of a slice for an error message: a number, or the fake value of the node that computes it."""
     start = begins(node)
     return value_of(start) if isinstance(start, fx.Node) else start

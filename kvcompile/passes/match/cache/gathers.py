@@ -47,8 +47,8 @@ class Gathered:
 class Indexed:
     """Layout of the result of ``source[indices]``: its dims are dims of the source or of the broadcast index tensors.
 
-    ``used``: the source's indexed dims. ``shape``: of the broadcast index tensors, whose dims begin at dim ``first`` of the result.
-    ``rest``: the source's dims that are not indexed.
+    ``used``: the source's indexed dims. ``shape``: the shape of the broadcast index tensors, whose dims begin at dim ``first`` of the
+    result. ``rest``: the source's dims that are not indexed.
     """
 
     used: tuple[int, ...]

@@ -109,16 +109,15 @@ def _rows(read: Read, columns: Columns) -> Any:
 
 
 def _of_a_row(write: Write, batch: Any) -> Write:
-    """Return the write with ``count`` divided by the number of batch rows: the tokens of one row. Unchanged unless it divides evenly in
-    every call, as of rows that are written one after another and have different numbers of tokens.
+    """Return the write with ``count`` divided by the number of batch rows, which gives the tokens of one row.
+
+    Unchanged if it does not divide evenly in every call, as when rows with different numbers of tokens are written one after another.
     """
     return replace(write, count=plain(write.count // batch)) if same(write.count % batch, 0) else write
 
 
 def _anywhere(taken: Gathered) -> Coords:
-    """Return sampled coordinates in a gather's source: random along indexed dims, and along the other dims as the sampled results have
-    them.
-    """
+    """Return sampled coordinates in a gather's source: random along indexed dims; along other dims, the coordinates that ``taken`` has."""
     rng = np.random.default_rng(0)
     shape = sizes(taken.source)
     count = len(taken.indices[0].coords)

@@ -242,9 +242,9 @@ def _unchanged(values: fx.Node, effects: Effects) -> None:
 def _slots(
     in_place: bool, placeholder: fx.Node | None, dim: int, seen: Any, keep: Any, cap: int | None, size: Any, grows: bool
 ) -> int:
-    """Return how many slots a store needs for the tokens that a step reads and keeps, equal in every graph of one cache.
+    """Return how many slots a store needs to hold the tokens that a step reads and the tokens that it keeps.
 
-    Raises Miss unless it is constant.
+    The number is the same in every graph of one cache. Raises Miss unless it is a constant.
     """
     room = plain(value_of(placeholder).shape[dim]) if in_place and placeholder is not None else None
     most = room if room is not None else cap if cap is not None else keep
@@ -311,7 +311,10 @@ def _refill(operand: fx.Node, trail: Trail, effects: Effects) -> Window | None:
 
 
 def strangers(slots: list[Slot], allowed: set[fx.Node]) -> list[fx.Node]:
-    """Return the nodes outside of ``allowed`` that read the caches, their windows or the nodes between, through any view."""
+    """Return the nodes outside of ``allowed`` that read a cache of ``slots``, its window, or a node on the way between the two.
+
+    Reads through views count. Reads of sizes, and of the new tokens before they are joined to the window, do not.
+    """
     inside = {node for slot in slots if slot.sliding is not None for node in (*slot.sliding.chain, *slot.path)}
     inside |= {slot.root for slot in slots}
     inside |= {slot.placeholder for slot in slots if slot.placeholder is not None}

@@ -100,7 +100,7 @@ def rows_of(
 
 
 def partial(node: fx.Node, dim: int, written: object, held: object, first: object = 0) -> Miss:
-    """Return the Miss of a write that covers only ``written`` of the ``held`` entries of dim ``dim``, from entry ``first`` on."""
+    """Return the Miss of a write that covers only ``written`` of the ``held`` entries along dim ``dim``, beginning at entry ``first``."""
     return Miss(
         f"the write covers only part of the cache (dim {dim}: {written} of {held}, from {first})",
         node, advice="write the new tokens of all rows, heads and channels at once, or of the first rows, which attention then reads alone "

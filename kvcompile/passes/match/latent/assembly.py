@@ -84,8 +84,8 @@ class _ChannelRun:
 def assemble(attention: Attention, effects: Effects, plain: Miss | slots.NoCache) -> Assembly:
     """Return how an attention's keys and values are made from cached slots.
 
-    ``plain``: the Miss or NoCache that says why they are no plain views of caches. Raises it again, or a better reason that is found here,
-    if they are not made from cached slots.
+    ``plain``: the Miss or NoCache that tells why they are not plain views of caches. If they are not made from cached slots either, raises
+    ``plain``, or a better reason that is found here.
     """
     try:
         found = _assembly(attention, effects)

@@ -1,4 +1,4 @@
-"""Reach: how many tokens attention reads, and whether its upper limit may be after the last of them.
+"""Reach: how many tokens an attention reads, and whether its upper limit may lie after the last of them.
 
 A dense tensor ends with the last token that is read, so a limit after it hides nothing. A store goes on to the end of its last page with
 zeros that must never be attended to. A sliding cache that a model writes at ``position % capacity`` has such a limit: its mask compares
@@ -20,10 +20,10 @@ from kvcompile.passes.match.sites import LimitKind, Site
 
 
 def reach(site: Site) -> Any:
-    """Return how many tokens of a buffer an attention reads, however many were written: its constant upper limit, or all without a mask.
+    """Return how many tokens of a buffer an attention reads even if fewer were written, an int or a SymInt.
 
-    An int or a SymInt. 0 means that it reads none beyond those that were written: if positions limit the tokens, and for caches that grow
-    or are paged.
+    It is the constant upper limit on positions, or the buffer's length if no mask hides tokens. It is 0 if positions limit the tokens, and
+    for caches that grow or are paged.
     """
     bounds, attention, slot = site.bounds, site.attention, site.key
     if slot.kind.facts.grows or slot.block_table is not None:
@@ -58,9 +58,7 @@ def exceeds(site: Site) -> bool:
 
 
 def held(node: fx.Node) -> fx.Node:
-    """Return the tensor at the start of a chain of views and exact casts that ends in ``node``: bounds on its values
-    hold for ``node`` too.
-    """
+    """Return the tensor at the start of the views and exact casts that end in ``node``: bounds on its values hold for ``node`` too."""
     while op_name(node) in PULLBACKS.keys() | COPIES and is_tensor(node.args[0]) and holds(
         value_of(node.args[0]).dtype, value_of(node).dtype
     ):

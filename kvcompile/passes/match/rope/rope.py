@@ -263,7 +263,7 @@ def _common_bases(expansion: _Expansion, pairs: list[list[tuple[_Product, int]]]
 
 
 def _factors(expansion: _Expansion, base: int, pairs: list[list[tuple[_Product, int]]], outer: int, width: int) -> _Factors:
-    """Return the elements and signs of the keys and the angles in both terms, where ``base`` is the value before the rotation."""
+    """Return, for both terms of every rotated sample, the elements and signs of the key ``base`` and the pieces of the angle."""
     traced = _traced(expansion, pairs)
     element = np.zeros((2, outer * width), dtype=np.int64)
     sign = np.zeros_like(element)
@@ -324,9 +324,10 @@ def _cosines(factors: _Factors, width: int, interleaved: bool, direction: int) -
 
 
 def _angle(reader: Reader, factors: _Factors, which: np.ndarray, outer: int, width: int) -> tuple[AngleStep, list[np.ndarray]]:
-    """Return the angle in one term of every sample as a function of the position, and its leaves' entries, [width] each.
+    """Return (the angle in one term of every sample, as a function of the position; for each constant in it, each channel's entry).
 
-    ``which``: the term, [samples, width]. Raises Miss where heads, rows or tokens have different functions.
+    The entries are int64 [width], one array for each constant. ``which``: the index of the term, [samples, width]. Raises Miss if heads,
+    rows or tokens, or parts of the channels, have different functions.
     """
     chosen = [factors.angle[place][row] for row, place in enumerate(which.reshape(-1))]
     groups: dict[tuple[fx.Node, ComplexPart], list[int]] = {}
