@@ -187,7 +187,7 @@ class BoundGraph:
             warn_all_encoded(form, tensor)
 
     def _take_rows(self, step: _CallStates, call: Call) -> None:
-        """Park or join rows so that every state holds the batch rows of this call."""
+        """Park or join rows of every state, so that its stores hold the batch rows of this call."""
         with step.undo:
             for form, state in zip(self.forms, step.states, strict=True):
                 parting = take_rows(state, form.rows(call))
@@ -278,7 +278,7 @@ class BoundGraph:
         return self._results(results, {**made, **self._given_back(call.args)}, rewritten)
 
     def _given_back(self, args: tuple[Any, ...]) -> dict[int, Any]:
-        """Return {output index: buffer} for the buffers that the graph returns unchanged."""
+        """Return {output index: argument} for the buffers that the graph returns unchanged."""
         return {output: args[argument] for output, argument in self.returned}
 
     @staticmethod

@@ -36,9 +36,9 @@ STAYS_DENSE = "_kvcompile_stays_dense"
 
 @dataclass(frozen=True)
 class Mark:
-    """The reason why a cache tensor stays dense, and the name of the error that refused it ("" if it never was compressed).
+    """The mark of a cache tensor that stays dense: the reason, and the name of the error that refused the call ("" if there was none).
 
-    ``emptied``: the mark ends when the tensor is emptied, which may have happened once its ``version`` differs from the last call's.
+    ``emptied``: whether the mark ends once the tensor is emptied, which is checked if its ``version`` differs from the last call's.
     """
 
     why: str
@@ -58,7 +58,7 @@ class Mark:
         setattr(tensor, STAYS_DENSE, (self.why, self.kind, self.emptied, _version(tensor)))
 
     def holds(self, form: CacheForm, tensor: torch.Tensor, call: Call) -> bool:
-        """Return whether the tensor still stays dense. Waits for the device only if other code wrote to it since the last call."""
+        """Return whether the marked tensor still stays dense. Waits for the device only if other code wrote to it since the last call."""
         if not self.emptied or not form.kind.filled or (self.version is not None and self.version == _version(tensor)):
             return True
         try:
@@ -162,7 +162,7 @@ class DenseCalls:
 
     @staticmethod
     def _mark_again(forms: Sequence[CacheForm], args: tuple[Any, ...], results: tuple[Any, ...]) -> None:
-        """Copy the marks of a call's cache arguments to the caches that it returns."""
+        """Copy the mark of each cache argument of a call to the tensors of that cache that the call returns."""
         for form in forms:
             given = args[form.group.argument] if form.group.argument is not None else None
             if isinstance(given, torch.Tensor) and (mark := Mark.of(given)) is not None and form.kind.written:

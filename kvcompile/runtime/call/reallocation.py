@@ -47,7 +47,7 @@ class _Held:
 
     @property
     def quiet(self) -> bool:
-        """Whether there is nothing to do after this step."""
+        """Whether nothing is to be done after this step: no tokens; or no pending decision, and no decision or drift check due."""
         return self.count == 0 or (self.keys.decision is None and self.keys.quiet(self.count))
 
     @property
@@ -144,9 +144,9 @@ def _alike(layers: Iterable[_Held]) -> Iterable[list[_Held]]:
 
 
 def _importance(layers: Sequence[_Held], held: Sequence[_Held]) -> torch.Tensor:
-    """Return the importance of stored tokens, a new tensor that the scheme of ``layers`` computes from their planes.
+    """Return the importance of the stored tokens of ``layers``, which are alike, as their scheme computes it; a new tensor.
 
-    ``layers``: layers that are alike. ``held``: all layers of the graph, of which the scheme also gets those that are alike.
+    ``held``: all layers of the graph; the planes of those that are alike are passed to the scheme, which may average over them.
     """
     among = [tuple(item.keys.planes) for item in held if item.alike == layers[0].alike]
     return layers[0].keys.scheme.importance([tuple(item.keys.planes) for item in layers], layers[0].count, among)
@@ -163,7 +163,7 @@ def _decide(layers: Sequence[_Held], held: Sequence[_Held], beside: bool) -> Non
 
 
 def _look(layers: Sequence[_Held], held: Sequence[_Held]) -> None:
-    """Start a drift check of the importance of layers that are alike, concurrently with the next step."""
+    """Start a drift check of the importance of ``layers``, which are alike; it runs concurrently with the next step."""
     importance = _importance(layers, held)
     with _beside([importance], beside=True):
         look = PendingNumbers(layers[0].keys.scheme.drifted(importance))

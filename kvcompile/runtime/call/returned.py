@@ -1,4 +1,4 @@
-"""Returned: tensors that a compiled call without caches returned to its caller, and that later calls may only read.
+"""Returned: registers tensors that a compiled call without caches returned, so that later calls may treat one as a read-only cache.
 
 The keys and values of cross-attention are computed once, by a call that does not attend to them, and passed to every step. Such a tensor is
 a cache: nothing writes it again. A tensor made by uncompiled code may be made again in every step, and would be encoded each time.
@@ -45,7 +45,11 @@ def noting(code: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _noted(item: Any, given: set[int]) -> Any:
-    """Return the tensor to return for a result, registered if it may be a cache; ``given``: storages of the call's arguments."""
+    """Return ``item``, a result of a call, detached if it is a view, and registered if a later call may use it as a cache.
+
+    Registered are floating-point tensors with as many dims as a cache, unless they share memory with the call's arguments (``given``: the
+    identities of their storages).
+    """
     if type(item) is not torch.Tensor or item.dim() < LEAST_DIMS or not item.is_floating_point() or item.requires_grad:
         return item
     if _memory(item) in given:

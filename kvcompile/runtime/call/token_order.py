@@ -129,9 +129,9 @@ class TokenOrder:
 
 
 def _shown_again(form: CacheForm, state: CacheState, first: torch.Tensor, call: Call) -> str:
-    """Return why a call cannot be served whose mask shows tokens that an earlier call's mask hid as padding; "" if there are none.
+    """Return why a call cannot be served whose mask shows tokens that an earlier mask hid as padding; "" if it shows none.
 
-    Only padding that came in a dense cache is checked: a dense cache would still hold those tokens.
+    Only padding that arrived in a dense cache is checked: a dense cache would still hold those tokens.
     """
     begins = [store.left_padding for store in state.stores.values() if store.padding is not None]
     if not begins or begins[0] is None:
@@ -150,7 +150,7 @@ def _shown_again(form: CacheForm, state: CacheState, first: torch.Tensor, call: 
 
 
 def _forgotten(group: Group, why: str) -> Unsupported:
-    """Return the error for tokens that follow tokens lost from a window when a call went back."""
+    """Return the error for a call after tokens that a rollback dropped from a window; ``why``: the gap in the positions."""
     return Unsupported(
         expected="tokens in their order", found=f"{why}; the tokens between them were dropped when a call went back",
         where=group.where, todo="write them again, or use a scheme without a window for this layer",

@@ -54,8 +54,9 @@ class Undo:
         self.last.append(action)
 
     def whole(self, state: CacheState, start: int, count: int) -> None:
-        """Keep a copy of everything in a state that its rollback and then a call of ``count`` tokens at ``start`` change: planes, pages,
-        padding.
+        """Keep a copy of everything in ``state`` that its rollback, and then a call of ``count`` tokens at ``start``, change.
+
+        These are the list of planes, the window and its clock, ``padding``, and the pages that the call writes again.
         """
         for store in state.stores.values():
             self.stores.append((store, list(store.planes), store.padding))
@@ -65,7 +66,7 @@ class Undo:
                 self._pages(store, start, count, wraps=state.slots is not None)
 
     def _pages(self, store: Store, start: int, count: int, wraps: bool) -> None:
-        """Keep the pages of ``count`` tokens at ``start``, and of tokens that leave a window meanwhile, whose block may begin earlier."""
+        """Keep the pages of ``count`` tokens at ``start``, and those of the blocks of tokens that leave a window during the call."""
         window = 0 if store.window is None else store.window.shape[2]
         first = 0 if wraps else max(0, start - window - PAGE) // PAGE
         for index, (plane, spec) in enumerate(store.described()):

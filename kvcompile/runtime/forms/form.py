@@ -62,13 +62,11 @@ class CacheForm(abc.ABC):
         return math.prod(call.read(shape[dim]) for dim in self.axes.token_dims)
 
     def reach(self, call: Call) -> int:
-        """Return the number of tokens that attention reads even if fewer were written, such as a buffer's length; 0 if positions limit
-        them.
-        """
+        """Return how many tokens attention reads even if fewer were written, such as a buffer's length; 0 if positions limit them."""
         return max(call.read(size) for size in self.group.reach)
 
     def sees(self, call: Call) -> int:
-        """Return the last position that a query sees plus one; 0 if the graph rules out that one sees past the newest token.
+        """Return the end of the positions that queries see, if a mask may show positions after the newest token; otherwise 0.
 
         May wait for the device.
         """
@@ -174,19 +172,19 @@ class CacheForm(abc.ABC):
         """Return the position of this call's first token."""
 
     def check_branch(self, state: CacheState, start: int, call: Call) -> None:
-        """Raise CacheBranched if an older tensor would show, as unwritten zeros, positions that a newer tensor has written."""
+        """Raise CacheBranched if a tensor would show positions as unwritten zeros that a newer tensor of the same cache has written."""
         del state, start, call
 
     def span(self, state: CacheState, start: int, call: Call) -> int:
-        """Return the number of positions from ``start`` to the last written one.
+        """Return the number of positions from ``start`` to the last one written.
 
-        These are the new tokens, and the positions that they skip if the host reads positions.
+        It is the number of new tokens, or more if the host reads positions and the call skips some.
         """
         del state, start
         return self.count(call)
 
     def looks(self, state: CacheState, call: Call) -> bool:
-        """Return whether the host reads the positions of a call, which may wait for the device."""
+        """Return whether the host reads the positions of a call; reading them may wait for the device."""
         del state, call
         return False
 

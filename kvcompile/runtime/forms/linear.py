@@ -31,7 +31,7 @@ class Linear(CacheForm):
         return max(most, self.sees(call)) if known else most
 
     def sees(self, call: Call) -> int:
-        """Return the last position that a query sees plus one; 0 if the graph rules out that one sees past the newest token.
+        """Return the end of the positions that queries see, if a mask may show positions after the newest token; otherwise 0.
 
         May wait for the device.
         """
@@ -103,7 +103,7 @@ class Linear(CacheForm):
         return not length or length + self.count(call) > self.capacity(call)
 
     def _seen(self) -> bool:
-        """Return whether the host reads the write positions of every call, without a wait."""
+        """Return whether the host knows a call's write positions without waiting: they follow from sizes, or are on the CPU."""
         index = self.write.position.index
         return index is None or host_reads.free(value_of(index).device)
 
@@ -164,7 +164,10 @@ class Linear(CacheForm):
         return self.write.position.index is not None and (counted or not self._seen())
 
     def _first(self, call: Call) -> int:
-        """Return the first new token's position, of the row that is furthest. Raises if a position is outside of the cache."""
+        """Return the first new token's position in the row that is furthest.
+
+        Raises PositionsNegative or PositionsUnknown if a position is outside of the cache.
+        """
         first, least, most = call.positions().first_written(self.write.position.index)  # type: ignore[arg-type]
         capacity = self.capacity(call)
         if least < 0 or most >= capacity:

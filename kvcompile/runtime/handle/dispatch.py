@@ -62,7 +62,7 @@ def answer(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: d
 
 
 def _stands(value: Any) -> bool:
-    """Return whether a value stands for a dense tensor: a compressed cache, a part of one, or a decoded view."""
+    """Return whether a value represents a dense tensor: a compressed cache, a part of one, or a decoded view."""
     return is_handle(value) or is_view(value)
 
 
@@ -145,7 +145,7 @@ class _Operands:
                     item.value.copy_(item.plain)
 
     def strange(self, result: Any) -> bool:
-        """Return whether a result shares a copy's memory but is no plain view of it: another class, or lazily negated or conjugated."""
+        """Return whether a result shares a copy's memory but is no plain view: of another class, or lazily negated or conjugated."""
         found: list[bool] = []
 
         def look(value: Any) -> None:

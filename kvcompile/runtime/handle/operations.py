@@ -24,7 +24,7 @@ from kvcompile.runtime.store.state import CacheState
 def _derived(
     handle: CompressedCache, state: CacheState, shape: tuple[int, ...], length: int, index: Any = None
 ) -> CompressedCache:
-    """Return a new handle of ``state`` that is derived from ``handle``, by indexing or copying.
+    """Return a new handle of ``state``, derived from ``handle`` by indexing or copying.
 
     ``index``: the index, if the dense tensor's result would be a view; the new handle is then registered as that part of the cache.
     """
@@ -191,7 +191,7 @@ def _repr(handle: CompressedCache, **kwargs: Any) -> str:
 
 
 def concatenated(parts: Sequence[Any], dim: int = 0, **rest: Any) -> Any:
-    """Return a handle with new tokens encoded after those of a cache, for ``cat``; NotImplemented if they cannot be.
+    """Return a handle of the cache ``parts[0]`` with the tokens of the other parts encoded after its own; NotImplemented if they cannot be.
 
     Codes that other handles continue from are copied first.
     """
@@ -229,7 +229,7 @@ def concatenated(parts: Sequence[Any], dim: int = 0, **rest: Any) -> Any:
 
 
 def _gone_back(state: CacheState, length: int) -> CacheState | None:
-    """Roll an unshared state back to ``length`` tokens; return None if its window has lost them."""
+    """Roll back ``state``, which no other handle uses, to ``length`` tokens and return it; None if its window has lost these tokens."""
     try:
         state.rewind(length)
     except WindowPassed:

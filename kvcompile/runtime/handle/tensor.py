@@ -90,7 +90,7 @@ class CompressedCache(torch.Tensor):
         return ABOVE.answer(func, name, args, dict(kwargs))
 
     def remember(self, view: torch.Tensor) -> None:
-        """Register a part or view, to become a view of the dense tensor together with it."""
+        """Register a part or view of this cache, so that it becomes a view of the dense tensor when the cache turns dense."""
         self._views = [ref for ref in self._views if ref() is not None] + [weakref.ref(view)]
 
     def __copy__(self) -> Any:
@@ -222,7 +222,7 @@ def home(value: Any) -> tuple[Any, ViewGeometry | None]:
 
 
 def retake(part: CompressedCache, made: Any) -> bool:
-    """Replace a part's state by that of ``made``, the cache indexed again in the same way; return False if ``made`` is no handle."""
+    """Give a part the state of ``made``, the result of indexing the whole cache again; return False if ``made`` is no handle."""
     if not is_handle(made):
         return False
     part._kv, part._length, part._epoch, part._alone = made._kv, made._length, made._epoch, made._alone
@@ -364,7 +364,7 @@ def densify(args: Sequence[Any], given: Collection[int], written: Mapping[int, s
 
 
 def visible_length(handle: CompressedCache) -> int:
-    """Return the number of tokens that a handle shows: the last ones before its length."""
+    """Return the number of tokens that a handle shows: the last tokens of its length that its shape has room for."""
     room: int = next(iter(handle._kv.axes.values())).room(handle.shape)
     return min(handle._length, room)
 

@@ -44,7 +44,7 @@ class Handle(Protocol):
         """Return the indexed part: a handle with codes for whole rows or a range of tokens, else a view with decoded values."""
 
     def remember(self, view: torch.Tensor) -> None:
-        """Register a part or view of the cache, which becomes a view of the dense tensor if the cache turns dense."""
+        """Register a part or view of the cache, so that it becomes a view of the dense tensor when the cache turns dense."""
 
 
 @dataclass

@@ -78,7 +78,10 @@ def decode(store: Store, tokens: int) -> torch.Tensor:
 
 
 def _held(store: Store, tokens: int) -> torch.Tensor:
-    """Return the first ``tokens`` tokens, decoded to [B, K, T, D] as stored (RoPE undone, channels rotated); exact ones are not decoded."""
+    """Return the first ``tokens`` tokens decoded to [B, K, T, D], as the store keeps them; exact tokens are not decoded.
+
+    Keys have RoPE undone if the scheme stores them so, and channels are rotated if it rotates them.
+    """
     pages = min(pages_for(tokens), store.pages)
     values = store.values(0, pages)[:, :, :tokens].to(store.spec.slot.dtype)
     values = values if store.window is None else overlaid(store, values)

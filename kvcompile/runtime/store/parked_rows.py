@@ -75,9 +75,9 @@ def tops_of(state: CacheState, rows: int) -> torch.Tensor:
 
 
 def _of_rows(state: CacheState, rows: int, ask: Callable[[CacheState], torch.Tensor | int]) -> torch.Tensor:
-    """Return the result of ``ask`` for each of the first ``rows`` rows, int64 [rows]: ``ask`` is called on the state that holds the row.
+    """Return the numbers that ``ask`` gives for the first ``rows`` rows, int64 [rows], 0 for rows that were never written.
 
-    0 for never-written rows.
+    ``ask`` is called on each state that holds some of the rows, the stored and the parked ones; it returns one number for each or for all.
     """
     found = [torch.as_tensor(ask(part), device=state.device).expand(part.rows) for part in state.groups]
     found.append(torch.zeros(rows, dtype=torch.int64, device=state.device))
@@ -185,7 +185,7 @@ def _join(state: CacheState, rows: int) -> list[Counts]:
 
 
 def _part(state: CacheState, counted: Sequence[Counts]) -> None:
-    """Park joined rows again, with their counts from before."""
+    """Park rows again that were joined to the state, with their former counts ``counted``, the first of which are the state's own."""
     first, *others = counted
     for counts in reversed(others):
         _park(state, state.rows - counts.rows)

@@ -12,7 +12,7 @@ from kvcompile.runtime.store.store import Store, ordinary
 
 
 def forked(store: Store) -> Store:
-    """Return a store that holds the planes of ``store`` too; ``own`` must precede a write to either."""
+    """Return a second store with the planes of ``store``; call ``own`` before a write to either of them."""
     with ordinary():
         made = store.alike(list(store.planes))
     made.padding = forked(store.padding) if store.padding else None
@@ -27,9 +27,9 @@ LOADED: weakref.WeakValueDictionary[int, Store] = weakref.WeakValueDictionary()
 
 
 def joined(store: Store) -> Store:
-    """Return ``store``, made from planes of a pickle, as a fork of any earlier store that holds one of these planes.
+    """Register a store made from a pickle's planes as a fork of each earlier store with one of these planes, and return it.
 
-    A pickle has a tensor once, whatever number of forks hold it; loaded, it is one tensor again.
+    A pickle holds each tensor once, however many forks have it; loaded, it is one tensor again.
     """
     for plane in store.planes:
         other = LOADED.get(id(plane))

@@ -221,7 +221,7 @@ class CacheState:
 
     @property
     def in_order(self) -> bool:
-        """Whether no token has overwritten an older one: then its slot is its position, in a sliding window too."""
+        """Whether every token is in the slot of its position: no token has overwritten an older one, as a full sliding window does."""
         return self.slots is None or self.top <= self.slots
 
     def dense(self, shape: tuple[int, ...], length: int) -> torch.Tensor:
@@ -278,7 +278,7 @@ class CacheState:
     def moved(self, first: int, count: int, slots: int | None) -> CacheState:
         """Return a new state with only the ``count`` tokens from position ``first`` on, their codes unchanged.
 
-        ``slots``: of its sliding window; None for one slot per position.
+        ``slots``: number of slots of its sliding window; None for one slot per position.
         """
         stores = {part: store.gathered(first, count, self.slots) for part, store in self.stores.items()}
         return self._with(stores, count, slots)

@@ -160,7 +160,7 @@ class Store:
     # --- planes ----------------------------------------------------------------------------------
 
     def described(self) -> Iterator[tuple[torch.Tensor, PlaneSpec]]:
-        """Return pairs of each plane and its spec."""
+        """Return an iterator of (plane, its spec), in the order of the layout."""
         return zip(self.planes, self.spec.layout.planes, strict=True)
 
     def plane(self, name: str) -> torch.Tensor | None:
@@ -247,7 +247,7 @@ class Store:
         return None if plane is None else TelemetryPlane(plane, self.before)
 
     def _begin(self) -> None:
-        """Record the telemetry counts that the planes hold now as inherited: they were counted for another store."""
+        """Record the telemetry counts that the planes hold now as inherited: they belong to the store that the planes were copied from."""
         plane = self.plane(telemetry.PLANE)
         self.before = None if plane is None else plane.clone()
 
@@ -278,7 +278,7 @@ class Store:
         return plane.clone() if not spec.host or self.device.type != "cuda" else self._pinned(plane)
 
     def alike(self, planes: list[torch.Tensor]) -> Store:
-        """Return a store with the same facts around other planes."""
+        """Return a store with this one's spec and RoPE around other ``planes``."""
         return Store.holding(self.spec, planes, self.rope)
 
     def select_rows(self, rows: torch.Tensor) -> Store:

@@ -26,7 +26,10 @@ _EARLIER: Any = WeakIdKeyDictionary()
 
 
 def remember(tensor: torch.Tensor, state: CacheState, length: int) -> None:
-    """Remember the state of a tensor that becomes dense; its codes use memory until the tensor is encoded again or freed."""
+    """Remember ``state`` as the codes of a tensor that became dense; they use memory until it is encoded again, forgotten or freed.
+
+    Does nothing for a state without tokens.
+    """
     if length:
         _EARLIER[tensor] = state, length, 0
 
@@ -43,11 +46,11 @@ def forget(tensor: torch.Tensor) -> None:
 
 
 class Earlier:
-    """The codes and scales that one part of a cache tensor had before it became dense, for reuse in ``store``, that part's new store.
+    """The codes and scales that one part of a cache tensor had before it became dense, for reuse in that part's new store ``store``.
 
-    It has none, so that ``encode`` encodes all tokens anew, unless the earlier store is remembered, has the spec and RoPE of ``store`` and
-    is neither adaptive nor of a sliding window, and ``store`` keeps no full-precision copies. With codes, making one copies the earlier
-    store's calibrated planes into ``store``.
+    There are none, so that ``encode`` encodes all tokens anew, unless the earlier store is remembered, has the spec and RoPE of ``store``,
+    is neither adaptive nor of a sliding window, and ``store`` keeps no full-precision copies. If there are codes, making an Earlier copies
+    the earlier store's calibrated planes into ``store``.
     """
 
     def __init__(self, tensor: torch.Tensor, part: Part, store: Store) -> None:
