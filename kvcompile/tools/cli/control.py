@@ -24,7 +24,7 @@ def _round_trip(scheme: Scheme, x_BKSD: torch.Tensor, role: Role) -> torch.Tenso
 
 @contextlib.contextmanager
 def rounded(scheme: Scheme) -> Iterator[None]:
-    """Within the context, every transformers cache stores keys and values [B, K, S, D] encoded and decoded by a token-wise scheme."""
+    """Within the context, make transformers' caches store keys and values [B, K, S, D] as a token-wise scheme decodes them."""
     from transformers import Cache
 
     plain = Cache.update

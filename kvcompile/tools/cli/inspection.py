@@ -43,7 +43,7 @@ def explain(arguments: argparse.Namespace) -> int:
 
 
 def _show_pass(owner: Backend, report: Report, arguments: argparse.Namespace) -> None:
-    """Print the time that every pass took (``--stage list``), or a graph as a pass left it."""
+    """Print the seconds of every pass (``--stage list``), or a graph in its state after one pass."""
     from kvcompile.tools.cli.passes import pass_table, pass_text
 
     if arguments.stage == "list":
@@ -76,7 +76,7 @@ def dump(arguments: argparse.Namespace) -> int:
 
 
 def _policy(arguments: argparse.Namespace) -> object:
-    """Return the policy of the scheme arguments, checked before a model is built. Raises a SchemeError for one that is none."""
+    """Return the policy that the scheme arguments name; called before a model is built. Raises a SchemeError if they name no scheme."""
     pair: object = arguments.scheme
     if arguments.key_scheme or arguments.value_scheme:
         pair = {"k": arguments.key_scheme or arguments.scheme, "v": arguments.value_scheme or arguments.scheme}

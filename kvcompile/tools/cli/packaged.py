@@ -15,10 +15,10 @@ READERS = ("gguf", "accelerate")
 
 @dataclass(frozen=True)
 class Packaged:
-    """A language model that a Python package ships.
+    """A language model that a Python package ships as a GGUF file.
 
     ``module``: the package's import name. ``extra``: kvcompile's extra that installs it. ``tasks``: tasks of ``kvcompile eval`` that the
-    model answers with a dense cache, so that damage shows in them.
+    model solves with a dense cache, so that compression may show as wrong answers.
     """
 
     module: str

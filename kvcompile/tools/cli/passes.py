@@ -32,7 +32,10 @@ def pass_table(report: Report) -> Table:
 
 
 def pass_text(owner: Backend, asked: Pass, graph: int | None) -> str:
-    """Return graph ``graph`` (None: the last one with a site) as ``asked`` left it. Raises NothingToDump if it was not reached."""
+    """Return graph ``graph`` (None: the last one with a site) as text, in its state after the pass ``asked``.
+
+    Raises NothingToDump if that pass was not reached.
+    """
     made = Dump(owner, graph)
     captured, seconds = made.record.captured, made.record.report.passes.get(asked)
     assert captured is not None, "Dump chooses captured graphs alone"

@@ -18,7 +18,7 @@ PASTE = 'model.forward = torch.compile(model.forward, backend=kvcompile.backend(
 
 
 def chosen(options: Sequence[Option], found: Recommendation) -> Option | None:
-    """Return the option to use: the recommended one, else the one that serves the most requests; None if not one request fits."""
+    """Return the recommended option or, if none is recommended, the one that serves the most requests; None if it serves no request."""
     label = found.scheme or found.most_requests
     best = next((item for item in options if item.label == label), None)
     return best if best is not None and best.largest_batch else None
@@ -38,7 +38,7 @@ def answer(options: Sequence[Option], found: Recommendation, demand: Demand) -> 
 
 
 def lighter(options: Sequence[Option], found: Recommendation, demand: Demand, smallest: int) -> str:
-    """Return a sentence that proposes four-bit weights where weights take half of the memory or more; empty if they would not help.
+    """Return a sentence that proposes four-bit weights, if weights take half of the memory or more and the batch would grow; else "".
 
     ``smallest``: bytes of the weights in four bits.
     """
@@ -64,7 +64,7 @@ def paste(options: Sequence[Option], found: Recommendation, demand: Demand) -> s
 
 
 def presets(options: Sequence[Option]) -> Mapping[str, str]:
-    """Return {named setting: label of the scheme with the same numbers in every formula}, such as {squat-pre: squat}."""
+    """Return {named setting: label of the scheme whose formula of bytes is the same}, such as {squat-pre: squat}."""
     formulas = {item.label: str(item.stores.formula) for item in options}
     return {
         label: base for label, (base, _) in settings().items()

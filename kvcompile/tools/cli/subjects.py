@@ -43,9 +43,9 @@ def named(
 def tinylm(
     device: str = "cpu", dtype: torch.dtype | None = None, folder: Path = TINYLM, data: Sequence[Path] = ()
 ) -> Subject:
-    """Return tinylm, or another byte-level model in ``folder``, with its held-out text or that of the files ``data``.
+    """Return tinylm, or the byte-level model in ``folder``, as a subject, with its held-out text or the text of the files ``data``.
 
-    Raises TargetError.
+    Raises TargetError if the model cannot be loaded.
     """
     for shipped in {TINYLM, folder} & {TINYLM, *SHIPPED.values()}:
         require(shipped)

@@ -21,9 +21,10 @@ from kvcompile.tools.cli.trial import TrialSettings
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Try the requested architectures that are not known yet, and print the table; return the exit status, INTERRUPTED after Ctrl-C.
+    """Try the requested architectures, except those whose cases are all in ``--known`` files, and print the table; return the exit status.
 
-    Raises NothingToMeasure without transformers, and TargetError for an architecture that it lacks.
+    The status is 0, or INTERRUPTED after Ctrl-C. Raises NothingToMeasure without transformers, and TargetError for an architecture that
+    transformers lacks.
     """
     if importlib.util.find_spec("transformers") is None:
         raise NothingToMeasure(

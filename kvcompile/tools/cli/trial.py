@@ -175,8 +175,9 @@ def _at_batch(subject: TinyModel, case: Case, rows: int, settings: TrialSettings
 
 
 def _sensitivity(subject: TinyModel, case: Case, rows: int, settings: TrialSettings, plain: TrialRun) -> float:
-    """Return how far the uncompiled model's logits move if keys and values are rounded as by the scheme; 0 if the
-    scheme is not token-wise.
+    """Return by how much the uncompiled model's logits change, relative to the largest, if keys and values are rounded as by the scheme.
+
+    0 for a scheme that does not encode tokens one by one.
     """
     scheme = schemes.parse(settings.scheme)
     if not scheme.by_token:

@@ -38,9 +38,10 @@ MOST_GRAPHS = 64
 class Effort:
     """How much is measured: lengths, numbers of texts and questions, tasks.
 
-    ``lengths``: of prompts, in the subject's units. ``tail``: tokens decoded after each text. ``batch``: number of texts, and of questions
-    that run at a time. ``questions``: per task and length. ``keys``: lines whose keys share one of their two words, for tasks that have
-    them. ``depths``: used in turn; drawn at random if empty. ``attention``: whether to measure the outputs of attention modules too.
+    ``lengths``: lengths of prompts, in the subject's units. ``tail``: tokens decoded after each text. ``batch``: number of texts, and of
+    questions that run at a time. ``questions``: number of questions per task and length. ``keys``: lines whose keys share one of their two
+    words, for tasks that have them. ``depths``: depths of the asked statements, used in turn; drawn at random if empty. ``attention``:
+    whether to measure the outputs of attention modules too.
 
     Raises BadEvaluation for a task that is not known and for a depth outside of 0 to 1.
     """
@@ -136,7 +137,7 @@ class Bench:
         )
 
     def _decoded(self, model: Any, owner: Backend, length: int, label: str) -> tuple[Text, Held, Adaptation | None]:
-        """Decode one length's texts; return their losses and KL, the bytes of their cache after it, and an adaptive scheme's widths."""
+        """Decode the texts of ``length`` units; return (losses and KL, bytes of the cache afterwards, an adaptive scheme's widths)."""
         self.report(f"{label}: texts of {length:,} {self.subject.unit}")
         # An unreferenced cache that the collector has not freed would be counted too.
         gc.collect()

@@ -50,7 +50,7 @@ def heard(model: Any, paths: Sequence[str]) -> Iterator[Outputs]:
 
 
 def modules(model: Any, paths: Sequence[str]) -> list[str]:
-    """Return those of ``paths`` at which the model has a module, without repeats."""
+    """Return the paths among ``paths`` at which the model has a module, without repeats."""
     known = {name for name, _ in model.named_modules() if name}
     return [path for path in dict.fromkeys(paths) if path in known]
 
@@ -67,7 +67,10 @@ def dense_outputs(subject: Subject, ids: torch.Tensor, prompt: int, paths: Seque
 
 
 def errors(found: dict[str, torch.Tensor], dense: dict[str, torch.Tensor], length: int) -> tuple[LayerError, ...]:
-    """Return mean square error, cosine and signal-to-noise ratio of every module's outputs."""
+    """Return, for every module, the errors of its outputs ``found`` from ``dense``: mean square error, cosine, signal-to-noise ratio.
+
+    ``length``: the length of the prompts, which the records name.
+    """
     rows = []
     for path, theirs in dense.items():
         ours, exact = found[path].double().flatten(0, 1).flatten(1), theirs.double().flatten(0, 1).flatten(1)

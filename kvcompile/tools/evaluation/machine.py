@@ -1,4 +1,4 @@
-"""Machine: the device, cores and versions that a run of evaluation used, to be written with its results."""
+"""Machine: the device, cores and versions that a run of evaluation used, which are saved with its results."""
 
 from __future__ import annotations
 

@@ -14,9 +14,9 @@ from kvcompile.tools.evaluation.statistics import Proportion
 class Text:
     """Measures of predictions after prompts of ``length`` tokens; each tuple has one number per text.
 
-    ``bits``: cross-entropy in bits per byte. ``kl``: divergence from the uncompressed model, nats per token. ``same``: of ``predictions``,
-    those with the same likeliest token as the uncompressed model. ``kinds``: kind of each text, such as prose or code; empty if a run has
-    one kind.
+    ``bits``: cross-entropy in bits per byte. ``kl``: divergence from the uncompressed model, nats per token. ``same``: how many of the
+    ``predictions`` have the same likeliest token as the uncompressed model's. ``kinds``: kind of each text, such as prose or code; empty if
+    a run has one kind.
     """
 
     length: int
@@ -65,7 +65,7 @@ class Held:
 class Measured:
     """All figures of one scheme, or of the uncompressed model.
 
-    ``telemetry``: of certified attention while texts were decoded; ``asked``: while questions were answered.
+    ``telemetry``: the telemetry of certified attention while texts were decoded; ``asked``: its telemetry while questions were answered.
     ``adaptation``: widths of adaptive schemes, by length.
     """
 

@@ -111,7 +111,7 @@ class Subject:
     ) -> list[Question]:
         """Return ``count`` questions of a task with prompts of ``length`` units, at ``depths`` in turn (None: drawn).
 
-        ``options``: of the task's plan.
+        ``options``: further arguments of the task's plan.
         """
         spelled = "".join(f"/{name}={value}" for name, value in options.items())
         made = []
@@ -163,7 +163,7 @@ class Subject:
 
 
 class TokenWriting:
-    """Prompts as ids of a tokenizer; ``encode``: returns the ids of a text without special tokens; ``text``: returns the text of ids."""
+    """Prompts as token ids; ``encode``: (text) -> ids without special tokens; ``text``: (ids) -> text."""
 
     unit = "tokens"
 

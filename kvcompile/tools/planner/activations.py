@@ -23,11 +23,10 @@ from kvcompile.tools.planner.observer import Seen
 
 @dataclass(frozen=True)
 class Activations:
-    """The most bytes that are live at the same time in a prompt, per row; for each moment that may be the largest: bytes per token and per
-    pair.
+    """The most bytes of intermediate values live at one time in a prompt, per row.
 
-    A pair is one of two tokens of the prompt: attentions that are not rewritten have scores and masks with an entry for each pair. Which
-    moment is the largest depends on the length.
+    For each moment that may need the most: (bytes per token, bytes per pair). A pair is one of two tokens of the prompt: attentions that
+    are not rewritten have scores and masks with an entry for each pair. Which moment needs the most depends on the length.
     """
 
     moments: tuple[tuple[float, float], ...] = ()
@@ -42,7 +41,7 @@ class Activations:
 
 
 def _largest(moments: Iterable[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """Return the moments that are the largest at some length: those that no other moment exceeds in both numbers."""
+    """Return the moments that need the most bytes at some length: those not exceeded by another moment in both numbers."""
     kept: list[tuple[float, float]] = []
     for each, pair in sorted(set(moments), reverse=True):
         if not kept or pair > kept[-1][1]:

@@ -16,7 +16,8 @@ MOST_ROWS, MOST_TOKENS = 1 << 20, 1 << 26
 class Demand:
     """The memory of a device and what it must hold: bytes of weights and overhead, and ``batch`` rows of ``context`` tokens each.
 
-    ``activations``: of prompts. ``prefill``: tokens of a row that one call takes, None for all. ``prefill_rows``: rows of that call.
+    ``activations``: the activations of a prompt. ``prefill``: number of a row's tokens that one call prefills, None for all.
+    ``prefill_rows``: number of rows in that call.
     """
 
     memory: int

@@ -21,9 +21,9 @@ FILE = Path(__file__).with_name("figures.json")
 class Damage:
     """The damage of one scheme to tinylm: the largest KL, in nats per byte, over runs no longer than the requested context.
 
-    ``noise``: the KL of ``dense`` in these runs, which is rounding.
-    ``same``, ``predictions``, ``answers``, ``questions``, ``model``, ``command``: of the longest such run, ``measured`` bytes long.
-    ``of_dense``: right answers of ``dense`` in that run. ``beyond``: whether the requested context is longer than every run.
+    ``noise``: the KL of ``dense`` in these runs, which is rounding. ``same``, ``predictions``, ``answers``, ``questions``, ``model``,
+    ``command``: figures of the longest such run, whose texts have ``measured`` bytes. ``of_dense``: right answers of ``dense`` in that run.
+    ``beyond``: whether the requested context is longer than every run.
     """
 
     kl: float

@@ -39,7 +39,7 @@ class SlotKey:
 
 @dataclass(frozen=True)
 class Seen:
-    """One captured and matched graph, with the arguments of its call and the phantoms that it returned."""
+    """One captured and matched graph, with the arguments of its call (``given``) and the phantoms that it returned."""
 
     captured: Captured
     matched: Matched

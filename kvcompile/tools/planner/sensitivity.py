@@ -32,14 +32,14 @@ FORMAT = 1
 
 
 class CachePart(enum.Enum):
-    """The slots of a layer that a scheme is tried on: keys, values, or both if one tensor holds keys and values."""
+    """The part of a layer's cache that a scheme is tried on: keys, values, or both if one tensor holds both."""
 
     KEY = "key"
     VALUE = "value"
     BOTH = "both"
 
     def pair(self, scheme: Scheme) -> Pair:
-        """Return schemes of keys and values with this part stored in ``scheme`` and the other dense."""
+        """Return the schemes of keys and values with this part stored in ``scheme`` and the other part dense."""
         return Pair(Dense() if self is CachePart.VALUE else scheme, Dense() if self is CachePart.KEY else scheme)
 
 

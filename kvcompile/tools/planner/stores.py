@@ -81,7 +81,7 @@ class StoredSlot:
     def of(item: SlotPlan, site: Site, kept: bool, capacity: int | None, written: SlotPlan | None) -> StoredSlot:
         """Return the ``StoredSlot`` of a planned slot: its sizes, its scheme and how its store grows.
 
-        ``kept``: whether it stays dense. ``capacity``: that of caches as long as the sequence.
+        ``kept``: whether the slot stays dense. ``capacity``: the traced capacity of caches that are allocated as long as the sequence.
         ``written``: the slot's plan in the graph that writes it, for a cache that is written once; else None.
         """
         scheme = None if kept else item.scheme
@@ -236,10 +236,10 @@ def page_symbol(end: int | None) -> sympy.Symbol:
 
 
 def planned(observed: Observation, policy: Policy, remainder: Remainder = Remainder(), capacity: int | None = None) -> Stores:
-    """Return the stores of a model under a policy; slots that a scheme refuses stay dense and are listed.
+    """Return the stores of a model under a policy, with the refusals; a slot whose scheme is refused stays dense.
 
-    ``remainder``: the cache tensors that belong to no slot. ``capacity``: of the traced static cache; a slot of this capacity counts as one
-    of the sequence's length.
+    ``remainder``: the bytes of cache tensors that belong to no slot. ``capacity``: the capacity of the traced static cache, None without
+    one; a cache tensor of this capacity is counted with the sequence's length instead.
     """
     found: dict[SlotKey, tuple[SlotPlan, Site]] = {}
     known: dict[SlotKey, tuple[SlotPlan, Site]] = {}
@@ -264,9 +264,9 @@ def planned(observed: Observation, policy: Policy, remainder: Remainder = Remain
 
 
 def _written_once(observed: Observation) -> dict[SlotKey, SlotPlan]:
-    """Return the slots that calls of one length write and calls of another only read, each with the first plan that writes it.
+    """Return the slots that calls of one length write and calls of another length only read, each with the first plan that writes it.
 
-    Calls are compared, not graphs: after a graph break one graph may write what the next one of the same call reads.
+    Calls are compared, not graphs: after a graph break one graph may write what the next graph of the same call reads.
     """
     found: dict[SlotKey, dict[int, list[SlotPlan]]] = {}
     for seen in observed.graphs:

@@ -97,7 +97,7 @@ def plant(rng: random.Random, plan: TaskPlan, filler: Filler, length: int, depth
 def planted(
     writing: Writing[Units], rng: random.Random, plan: TaskPlan, filler: Sequence[int] | np.ndarray, length: int, depth: float | None = None
 ) -> tuple[Units, float]:
-    """Return the result of ``plant`` in the units of ``writing``; ``length``: of the text, in units. Raises QuestionTooLong."""
+    """Return the result of ``plant`` in units of ``writing``; ``length``: number of units of the text. Raises QuestionTooLong."""
     lines = [[writing.write(b"\n" + line + b"\n") for line in group] for group in plan.groups]
     needed = sum(len(line) for group in lines for line in group)
     room = length - needed

@@ -43,7 +43,10 @@ class Example:
 
 @dataclass(frozen=True)
 class Posed(Generic[Units]):
-    """One question in units: the prompt, the answer with its line break, and the depth of the first statement asked about."""
+    """One question with its prompt in units (bytes or token ids), its answer as bytes with a line break, and the asked statement's depth.
+
+    ``depth``: where in the prompt the first asked statement is, from 0 (start) to 1 (end).
+    """
 
     prompt: Units
     answer: bytes
