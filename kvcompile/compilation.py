@@ -210,7 +210,7 @@ class Compilation:
     def _known(self, key: str) -> BoundGraph | None:
         """Return the bound graph of an equal graph that was compiled before its caches were compressed; None if there is none.
 
-        If there is one, the report and the record take over what is known of that graph.
+        If there is one, this compilation's report and record take over the contents of that graph's.
         """
         if key not in self.memory.bound:
             return None
@@ -311,7 +311,7 @@ class Compilation:
     # --- with sites ------------------------------------------------------------------------------
 
     def _bound(self, variants: Variants) -> BoundGraph:
-        """Return the rewritten graph as a callable; compile the variant that the first call needs if that is already known."""
+        """Return the rewritten graph as a callable; its variant for the first call is compiled here if that variant can be foreseen."""
         started = time.perf_counter()
         captured, planned, effects = variants.captured, variants.planned, variants.effects
         used = {part.slot.placeholder for item in planned.sites for part in item.parts}
@@ -363,8 +363,9 @@ REPORT = "please report this model with the output of TORCH_LOGS=+kvcompile"
 
 
 def _fault(stage: Stage, done: str, error: Exception) -> Refusal:
-    """Return a refusal of the whole graph because of ``error``; ``done``: what could not be done. An error of kvcompile brings its own
-    advice.
+    """Return a refusal of the whole graph because of ``error``; ``done``: the past participle of the step that failed, such as "captured".
+
+    The advice is that of ``error`` if it is an error of kvcompile, else to report it.
     """
     first = next(iter(str(error).splitlines()), "")
     if isinstance(error, KvcompileError):

@@ -1,6 +1,6 @@
-"""Details: the graphs of a record as text, around each attention, before and after the rewrite, and its kernels. Made on request.
+"""Details: the graphs of a record as text, around each attention, before and after the rewrite, and its kernels.
 
-Nothing here is kept: a served model's records stay as large as they were.
+All of it is made when a report asks for it and not kept, so records of a served model do not grow.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ARCH = "sm_90"
 
 
 class RecordSource:
-    """The source of a report's details that only needs the records of graphs: it holds no backend, no model and no cache."""
+    """A source of a report's details that holds the records of graphs, but no backend, model or cache."""
 
     def __init__(self, records: Iterable[GraphRecord]) -> None:
         self.records = tuple(records)
@@ -43,7 +43,7 @@ class RecordSource:
         return detail_of(self.records, index)
 
     def telemetry_text(self) -> str:
-        """Return "": telemetry is that of live caches, and records hold none."""
+        """Return "": records hold no caches, so there is no telemetry."""
         return ""
 
 
@@ -115,13 +115,16 @@ def _between(graph: fx.Graph, sources: set[fx.Node], ends: set[fx.Node]) -> set[
 
 
 def _after(module: fx.GraphModule, plan: Plan, title: str) -> list[Listing]:
-    """Return for each site of a plan a listing of the operations of ours that it became, and of the nodes that these read."""
+    """Return one listing per site of a plan: the operations of kvcompile that replace the site, and the nodes that these read."""
     ours = [node for node in module.graph.nodes if _is_ours(node)]
     return [_listing(title, module.graph, *_became(module.graph, ours, item.site, len(plan.sites))) for item in plan.sites]
 
 
 def _became(graph: fx.Graph, ours: Sequence[fx.Node], site: Site, count: int) -> tuple[set[fx.Node], dict[fx.Node, LineKind]]:
-    """Return (region, kinds) of one site's operations, found by its module path; in a graph of one site, all operations of ours."""
+    """Return (region, kinds): the operations that replace a site and the nodes that these read; and the kind of each operation and plane.
+
+    The operations are those with the site's module path; if none has it and the graph has one site, all operations of kvcompile.
+    """
     mine = [node for node in ours if module_path(node) == site.path and site.path] or ([*ours] if count == 1 else [])
     # Over an empty cache the model's own attention may stay.
     own = site.attention.output.target

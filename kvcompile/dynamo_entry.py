@@ -1,4 +1,4 @@
-"""Dynamo entry: the backend by its name, and the Backend objects that were made so.
+"""Dynamo entry: the function that ``backend="kvcompile"`` stands for, and the Backend objects that it has made.
 
     torch.compile(model, backend="kvcompile", options={"scheme": "int4"})
 
@@ -26,8 +26,8 @@ def compile_graph(
 ) -> Callable[..., Any]:
     """Return the code of Dynamo's graph ``gm``, compiled by the backend of ``options``, the arguments of ``kvcompile.backend`` by name.
 
-    ``mode``: of torch.compile. Raises UnknownSetting for another name, and what ``kvcompile.backend`` raises; Dynamo wraps each in
-    BackendCompilerFailed.
+    ``mode``: the argument of torch.compile. Raises UnknownSetting for an option of another name, and the errors of ``kvcompile.backend``;
+    Dynamo wraps them in BackendCompilerFailed.
     """
     return _backend_of(dict(options or {}))(gm, example_inputs, mode=mode)
 

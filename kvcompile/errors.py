@@ -30,13 +30,13 @@ class KvcompileError(Exception):
 
 
 class FileUnfit(KvcompileError, ValueError):
-    """Raised by the readers of ``kvcompile.files``; their callers raise the error of their own kind of file from it, with advice."""
+    """Raised by the readers of ``kvcompile.files``; their callers turn it into the error of their own kind of file, which adds advice."""
 
     template = "expected {expected} in {where}, found {found}; restore the file or create it again"
 
     @property
     def fact(self) -> str:
-        """The message without its advice, for callers that give their own."""
+        """The message without advice, to which callers add their own."""
         return str(self).rpartition("; ")[0]
 
 

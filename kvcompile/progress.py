@@ -18,9 +18,9 @@ PERIOD = 5.0
 
 
 class ProgressLine:
-    """The progress of a command, as a context manager: what it is doing, and how many steps are done.
+    """The progress of a command, as a context manager: its current work, and how many steps are done.
 
-    ``total``: steps of the work, None if they are not counted. ``quiet``: show nothing. On a terminal the line disappears at the end; in a
+    ``total``: number of steps, None if they are not counted. ``quiet``: show nothing. On a terminal the line disappears at the end; in a
     pipe a thread writes a line each ``period`` seconds, so work that is over before the first period writes nothing.
     """
 
@@ -55,7 +55,7 @@ class ProgressLine:
             self._thread.join()
 
     def at(self, doing: str, done: int | None = None) -> None:
-        """Show what is being done now, and how many steps are done (None: as many as before)."""
+        """Show ``doing``, the current work, and ``done``, the number of finished steps (None: unchanged)."""
         self.doing, self.done = doing, self.done if done is None else done
         if self._bar is not None:
             self._bar.update(self._task, completed=self.done, doing=doing)

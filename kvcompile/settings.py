@@ -31,7 +31,7 @@ class Inner(OneOf):
 
 
 class Validate(OneOf):
-    """The sites to rewrite, by the result of running each against its rewritten twin when it is compiled."""
+    """The sites to rewrite, depending on whether each gives the same results as its rewritten twin when both are run at compilation."""
 
     ALWAYS = True
     """Rewrite only sites whose twin gave equal results."""

@@ -89,7 +89,7 @@ def _stand_in(module: str, name: str) -> type:
 
 
 class _Former(types.ModuleType):
-    """Entry of ``sys.modules`` for a module of an earlier version, so that pickles that name its classes load."""
+    """A replacement, in ``sys.modules``, for a module of an earlier version; pickles that name its classes load the present ones."""
 
     names: tuple[str, ...]
     place: str

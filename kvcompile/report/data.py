@@ -1,4 +1,4 @@
-"""The fields of a report: the one definition of what text, JSON and HTML show of it."""
+"""The fields of a report, defined once for its views as text, JSON and HTML."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from kvcompile.types import Role
 
 
 class ReportSource(Protocol):
-    """The interface by which a report that is written as a page gets graphs and kernels: from the backend, or from the records of its
-    graphs.
-    """
+    """The interface through which a report's page gets graphs and kernels as text: from the backend, or from the records of its graphs."""
 
     def detail(self, index: int) -> GraphDetail | None:
         """Return graph ``index`` as text, before and after, with its kernels; None if its record is gone."""
@@ -31,20 +29,28 @@ def no_source() -> None:
 
 @dataclass
 class ReportFields:
-    """All graphs that one backend compiled, and its live stores, in bytes.
+    """The graphs that one backend compiled, and the bytes of its live stores.
 
     ``announced``: bytes as the scheme announces them for the stored tokens; ``allocated``: bytes that stores hold now; ``hosted``: the part
-        of ``allocated`` in pinned host memory; ``dense``: bytes of a dense cache of the same tokens; ``callers``: bytes that the caller's
-        own tensors took, which for a static cache is its whole capacity; ``peak``: the most that stores held at once, also of caches
-        that are gone. ``shared``: bytes that would come on top of ``allocated`` if forks (``kvcompile.fork``) shared no memory.
+    of ``allocated`` in pinned host memory; ``dense``: bytes of a dense cache of the same tokens; ``callers``: bytes of the tensors that
+    callers made for the caches, for a static cache its whole capacity; ``peak``: the most bytes that stores held at one time, freed caches
+    included. ``shared``: bytes by which ``allocated`` would be larger if forks (``kvcompile.fork``) shared no memory.
+
     ``never_calibrated``: how keys are encoded, once for each live store whose scheme calibrates on queries and that never saw any.
+
     ``tokens``: the cache length that ``SiteReport`` bytes are for; None for the captured length.
+
     ``widths``: stored tokens by bits per channel, for keys and for values, over rows and layers, of adaptive schemes.
+
     ``churn``: counts of width changes. ``originals``: the part of ``allocated`` that holds full-precision copies outside the budget.
+
     ``unmatched``: policy entries that match no attention seen so far.
+
     ``disorder``: one message per row of a live cache whose tokens came out of order; attention returns NaN for such a row.
+
     ``stayed_dense``: caches that calls of rewritten graphs left dense or made dense, each with the reason.
-    ``source``: gives what makes graphs and kernels as text when they are asked for; None once the backend is gone. Not saved.
+
+    ``source``: returns the ReportSource for graphs and kernels as text, or None once the backend was freed. Not saved.
     """
 
     graphs: list[GraphReport] = field(default_factory=list)

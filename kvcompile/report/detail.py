@@ -1,4 +1,4 @@
-"""Details of a graph that a report shows on request: its attentions before and after the rewrite, and their kernels. Text only."""
+"""Details of a graph that a report shows on request, as text: its attentions before and after the rewrite, and their kernels."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class LineKind(enum.Enum):
-    """The part that a node of a listing plays in its site."""
+    """The role of a node of a listing in its site."""
 
     ATTENTION = "attention"
     WRITE = "write"

@@ -1,4 +1,4 @@
-"""Reports of single graphs: each rewritten site as text and numbers, each refusal, seconds; made from values of the pipeline."""
+"""Reports of single graphs, made from the pipeline's results: each rewritten site as text and numbers, each refusal, seconds per pass."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ LONGEST_PATH = 36
 
 
 def shown(report: ReportFields) -> RenderableType:
-    """Return a report as what rich prints."""
+    """Return a report as an object for rich to print: one group for each graph, then a footer."""
     return Group(*(_graph(graph, report.tokens) for graph in report.graphs), _footer(report))
 
 

@@ -172,7 +172,7 @@ class Adaptive(Scheme):
 
     @abc.abstractmethod
     def room(self, planes: Planes, first: int) -> int:
-        """Return the number of tokens that the planes have room for; ``first``: the position where planes that grow begin."""
+        """Return how many tokens the planes have room for; ``first``: the first position in the planes that grow."""
 
     @abc.abstractmethod
     def tokens(self, planes: Planes, slot: SlotSpec, count: int) -> torch.Tensor:
@@ -188,9 +188,9 @@ class Adaptive(Scheme):
 
     @abc.abstractmethod
     def histogram(self, planes: Planes, slot: SlotSpec, first: int, count: int) -> dict[int, int]:
-        """Return the first ``count`` tokens of all rows counted by bits per channel, {bits: tokens}. Waits for the device.
+        """Return {bits: number of tokens} over the first ``count`` tokens of all rows, by bits per channel. Waits for the device.
 
-        ``first``: the position where planes that grow begin.
+        ``first``: the first position in the planes that grow.
         """
 
     @abc.abstractmethod
@@ -203,7 +203,10 @@ class Adaptive(Scheme):
 
     @abc.abstractmethod
     def quiet(self, first: int, count: int) -> bool:
-        """Return whether no layer can have ``due`` or ``looks`` now. It costs a comparison or two, since every layer asks at every step."""
+        """Return whether no layer can need a decision (``due``) or a drift check (``looks``) now.
+
+        It must cost no more than a comparison or two, since every layer asks at every step.
+        """
 
     @abc.abstractmethod
     def due(self, keys: Planes, slot: SlotSpec, first: int, count: int, layer: int, early: int = EARLY) -> Due:
@@ -215,7 +218,7 @@ class Adaptive(Scheme):
 
     @abc.abstractmethod
     def looks(self, keys: Planes, slot: SlotSpec, first: int, count: int, layer: int) -> bool:
-        """Return whether to check for drift after this step: read the result of the last check, and start ``drifted`` again."""
+        """Return whether drift is checked after this step: the last check's result is read then, and ``drifted`` started again."""
 
     @abc.abstractmethod
     def importance(self, layers: Sequence[Planes], count: int, among: Sequence[Planes]) -> torch.Tensor:

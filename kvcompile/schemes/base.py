@@ -141,8 +141,9 @@ class Scheme(abc.ABC):
         """
 
     def spoiled(self, heads: int, head_dim: int, device: torch.device | None = None) -> Planes:
-        """Return codes and scales that decode to NaN, [1, K, 1, width] per plane, for a token that does not exist, such as one at an index
-        out of range. Only for schemes that encode each token by itself (``block`` 1).
+        """Return codes and scales that decode to NaN, one tensor [1, K, 1, width] per plane, for a token that does not exist.
+
+        Readers use them for an index out of range. Only for schemes that encode each token by itself (``block`` 1).
         """
         return self.encode(torch.full((1, heads, 1, head_dim), float("nan"), device=device))
 
@@ -236,13 +237,13 @@ class Scheme(abc.ABC):
         return None
 
     def cells(self, head_dim: int) -> Cells | None:
-        """Return how a kernel may encode rows of ``head_dim`` channels by constant edges between levels; None if it may not."""
+        """Return the constant edges by which a kernel may encode rows of ``head_dim`` channels, as ``Cells``; None if no kernel may."""
         del head_dim
         return None
 
     @property
     def in_kernels(self) -> bool:
-        """Whether kernels may encode for this class itself; a class derived from it must allow it anew."""
+        """Return whether kernels may encode for exactly this class; a class that derives from it must set ``kernel_encoding`` itself."""
         return bool(vars(type(self)).get("kernel_encoding", False))
 
     def rotation(self, slot: SlotSpec) -> Rotation | None:
@@ -282,7 +283,7 @@ class Scheme(abc.ABC):
         return self
 
     def for_role(self, role: Role) -> Scheme:
-        """Return the scheme that encodes slots of this role, if keys and values are encoded differently."""
+        """Return the scheme for slots of ``role``: another one than this if the class encodes keys and values differently."""
         del role
         return self
 

@@ -1,4 +1,4 @@
-"""Options of all low-bit schemes: rotated channels, and first tokens in full precision."""
+"""Options of all low-bit schemes: rotated channels, and a row's first tokens in full precision."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ MOST_SINKS = 1024
 
 @dataclasses.dataclass(frozen=True)
 class LowBit(Scheme):
-    """A scheme with options for rotation and exact first tokens.
+    """Base of schemes with options for rotated channels and exact first tokens.
 
-    ``rotate``: the slots that are stored rotated. ``order``: channels per block of the rotation, 0 for the most that fit a head.
-    ``sinks``: first tokens of a row, padding excluded, that stay in full precision: attention gives them weight whatever the query.
+    ``rotate``: the slots that are stored rotated. ``order``: number of channels per block of the rotation, 0 for the largest that divides
+    the head dim. ``sinks``: number of first tokens of a row, not counting padding, that stay in full precision, since attention gives them
+    weight for every query.
     """
 
     rotate: Rotate = dataclasses.field(default=Rotate.NONE, kw_only=True, metadata=QUIET)
@@ -39,7 +40,7 @@ class LowBit(Scheme):
 
     @property
     def beside(self) -> dict[str, Any]:
-        """These options as keyword arguments, for the scheme of the other slot (keys or values)."""
+        """The options ``rotate``, ``order`` and ``sinks`` as keyword arguments, for a scheme of the other slot (keys or values)."""
         return {"rotate": self.rotate, "order": self.order, "sinks": self.sinks}
 
     def rotation(self, slot: SlotSpec) -> Rotation | None:

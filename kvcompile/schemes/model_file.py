@@ -76,9 +76,9 @@ class ModelFile:
             unfinished.unlink(missing_ok=True)
 
     def read(self, path: str | Path, declare: Declare) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """Return the tensors and metadata of a file of this kind. Raises the kind's error.
+        """Return the tensors and metadata of a file of this kind. Raises the kind's error if it cannot be read or is not as declared.
 
-        ``declare``: from the metadata and the module paths in its entry ``sites``, returns the tensors that the file must hold.
+        ``declare``: (metadata, module paths in its entry ``sites``) -> the tensors that the file must hold.
         """
 
         def declared(metadata: Mapping[str, str], names: frozenset[str]) -> Mapping[str, Entry]:
@@ -95,7 +95,7 @@ class ModelFile:
             raise self.refused(path, error) from error
 
     def refused(self, path: str | Path, error: FileUnfit) -> KvcompileError:
-        """Return the kind's error for a file whose contents are not as declared."""
+        """Return this kind's error for a file ``path`` whose contents are not as declared; ``error``: the first fault found."""
         return self.error(expected=f"a whole file of {self.holds}", found=f"{path}, which cannot be read ({error.fact})", todo=self.todo)
 
     def marks(self, path: str | Path) -> bool:

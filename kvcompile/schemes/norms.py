@@ -1,4 +1,4 @@
-"""Norms of tokens, one number each, as schemes store them that divide a token by its norm before they quantize it."""
+"""Norms of tokens: schemes that divide a token by its norm before they quantize it store that norm, one number for each token."""
 
 from __future__ import annotations
 

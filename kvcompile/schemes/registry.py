@@ -208,7 +208,7 @@ def _option(scheme: type[Scheme], name: str, text: object) -> object:
 
 
 def _spellings(default: object) -> str:
-    """Return what an option may be, by its default: every spelling of an enum, an example of anything else."""
+    """Return a text with the allowed values of an option, from its default: all values of an enum, "True or False", else an example."""
     if isinstance(default, enum.Enum):
         return "one of " + ", ".join(str(item.value) for item in type(default))
     return "True or False" if isinstance(default, bool) else f"like {default}"

@@ -1,7 +1,7 @@
-"""The option ``window`` of schemes that encode every token by itself: the newest tokens in full precision beside the codes of all.
+"""The option ``window`` of schemes that encode every token by itself: the newest tokens are kept in full precision besides their codes.
 
-A token is encoded when it arrives, from its original, and is read from the window until ``window`` newer ones have come. So leaving the
-window writes nothing, and a cache that went back refills the window from codes: no length is lost, as there is no block to complete.
+A token is encoded when it arrives, from its original, and is read from the window until ``window`` newer ones have come. So nothing is
+written when it leaves the window, and a rollback refills the window from codes: it may end at any length, as there are no blocks.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ MOST_WINDOW = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Windowed(Scheme):
-    """A scheme with the newest ``window`` tokens of each row in full precision; with 0 there is no window, and the layout is that without
-    one.
-    """
+    """Base of schemes with the option ``window``: that many newest tokens of each row are also kept in full precision; 0 for no window."""
 
     window: int = dataclasses.field(default=0, kw_only=True, metadata=QUIET)
 

@@ -16,7 +16,10 @@ from kvcompile.types import SlotSpec
 
 
 def _by_group(scheme: Scheme, x_BKSD: torch.Tensor, spec: SlotSpec, reduce: Callable[..., torch.Tensor]) -> torch.Tensor:
-    """Return what ``reduce`` makes of each group that shares a scale, at every channel of the group, float64 [B, K, S, D]."""
+    """Return ``reduce`` of each group of values that share a scale, at every channel of the group, float64 [B, K, S, D].
+
+    ``reduce``: (tensor, dims, keepdim) -> tensor, such as ``torch.amax``. Tokens are divided by their norms first if the scheme does so.
+    """
     fmt = scheme.format(spec)
     x = whole_blocks(scheme, x_BKSD / norms_of(scheme, x_BKSD, spec)).to(torch.float64)
     grouped = x.unflatten(-1, (-1, fmt.group)).unflatten(2, (-1, fmt.block))

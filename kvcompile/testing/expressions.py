@@ -34,7 +34,7 @@ def formats(scheme: Scheme) -> tuple[KernelFormat, ...]:
 
 
 def _whole(fmt: KernelFormat) -> KernelFormat:
-    """Return the format with words as ``unpack`` takes them: a word that is stored in segments counts as one number."""
+    """Return the format with words assembled from their segments, so that a word is one number, as ``unpack`` takes it."""
     return fmt if fmt.segments == 1 else dataclasses.replace(fmt, word_dtype=fmt.whole_dtype, segments=1)
 
 
@@ -61,9 +61,9 @@ def cpp_source(formats: Sequence[KernelFormat]) -> str:
 
 
 def compare(fmt: KernelFormat, part: int, words: torch.Tensor, out: torch.Tensor, what: str) -> None:
-    """Check that ``out``, which the code named ``what`` returned for ``words``, equals ``unpack``; words that unpack to NaN may differ.
+    """Check that ``out``, results of the code ``what`` for ``words``, equals ``unpack``, except for words that unpack to NaN.
 
-    Raises Unlike for other results.
+    Raises Unlike.
     """
     eager = fmt.unpack(words, part)
     finite = eager.isfinite()

@@ -72,7 +72,7 @@ def within(scheme: Scheme, x: torch.Tensor, spec: SlotSpec) -> None:
 
 
 def _each_within(scheme: Scheme, x_SD: torch.Tensor, spec: SlotSpec) -> None:
-    """Check each token within its bound, in a block of its own filled with zeros, so that no two share a scale."""
+    """Check the error of each token [S, D] against the bound, in a block of its own filled with zeros: no two share a scale."""
     x_SD = x_SD[torch.isfinite(x_SD).all(-1)]
     blocks = torch.nn.functional.pad(x_SD.unsqueeze(1), (0, 0, 0, scheme.block - 1))
     # Where a write has one scale each has one token; some will do, and of long blocks some as well.

@@ -1,6 +1,6 @@
 """Problem: a small attention over encoded tokens, and its reference in float64 over the decoded tokens.
 
-The reference sees the decoded keys and values, so that quantization error never hides the operation's own.
+The reference sees the decoded keys and values, so that quantization error cannot hide an error of the operation.
 """
 
 from __future__ import annotations

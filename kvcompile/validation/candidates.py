@@ -33,7 +33,7 @@ HOSTILE = 1e4
 
 
 def taken_from(node: fx.Node) -> fx.Node:
-    """Return the node of which a number's node is an element or a copy."""
+    """Return the node that ``node``, a number, is read from through elements and copies."""
     while op_name(node) in NUMBERS | COPIES and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
@@ -41,12 +41,12 @@ def taken_from(node: fx.Node) -> fx.Node:
 
 @dataclass(frozen=True)
 class TrialCall:
-    """One call: the program's sizes, the position of its first token, and the most tokens of a row that are padding.
+    """One trial call: the program's sizes, the position of its first token, and the most tokens of a row that are padding.
 
     ``blind``: the last row's padding reaches into the new tokens, whose queries then see nothing; otherwise every query sees a token.
     ``infinite``: added masks hide by -inf rather than by the lowest finite number. ``ahead``: masks show some slots that are not written
-    yet. ``hostile``: numbers unlike random ones: large scores, masks of integers other than 0 and 1, any pattern of booleans, added masks
-    far from zero.
+    yet. ``hostile``: values that are unlike random ones: large scores, masks of integers other than 0 and 1, any pattern of booleans, added
+    masks far from zero.
     """
 
     values: Values

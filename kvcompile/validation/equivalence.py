@@ -66,7 +66,7 @@ class Verdict:
 
 
 class _Session:
-    """A session: one cache of a program (``theirs``) and of its twin (``ours``), from call to call."""
+    """A series of calls of a program and of its twin, with the caches of both (``theirs``, ``ours``) kept from call to call."""
 
     def __init__(self, part: Subgraph, bound: BoundGraph, arguments: Arguments) -> None:
         self.part, self.bound, self.arguments = part, bound, arguments

@@ -19,7 +19,7 @@ DEFAULTS = "default"
 
 
 class Fallback(enum.Enum):
-    """The consequence for a head whose checks fail: it is computed again from full-precision tokens, or the failure is only counted."""
+    """What happens to a head whose checks fail: DENSE computes it again from full-precision tokens, REPORT only counts the failure."""
 
     DENSE = "dense"
     REPORT = "report"
@@ -95,7 +95,7 @@ class Certify:
 
     @property
     def widens_coverage(self) -> bool:
-        """Whether rung 1 checks the coverage."""
+        """Whether rung 1 promotes further blocks until promoted blocks surely hold the share ``tau_cov`` of the exact mass."""
         return self.certain and self.widen > 0 and 0 < self.tau_cov < 1
 
     def spec(self) -> str:
