@@ -43,8 +43,8 @@ DEFAULT_GROUP, LEAST_GROUP = 32, 8
 class Beyond(Windowed):
     """The scheme beyond: codes by a table's thresholds and levels, a scale and zero point per token and group; uniform until learned.
 
-    ``trained``: the tables were learned; ``load_tables`` and ``learn`` return such schemes. ``tables``: the tables of the whole model, or
-    of one attention (``for_module``).
+    ``trained``: whether the tables were learned, as in schemes from ``load_tables`` and ``learn``. ``tables``: the tables of the whole
+    model, or of one attention (``for_module``).
 
     Raises BadOption for other widths, group sizes or dtypes, and BadTables for tables of another width.
     """
@@ -138,8 +138,9 @@ class Beyond(Windowed):
         return {"levels": table.levels, "thresholds": table.thresholds}
 
     def table(self, slot: SlotSpec) -> Table:
-        """Return the table of a slot. Raises TablesMissing for a trained scheme with the tables of a whole model; ``for_module`` selects
-        one attention.
+        """Return the table of a slot.
+
+        Raises TablesMissing for a trained scheme with the tables of a whole model; ``for_module`` selects those of one attention.
         """
         if isinstance(self.tables, SiteTables):
             return self.tables.for_role(slot.role)

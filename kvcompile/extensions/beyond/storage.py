@@ -86,7 +86,7 @@ def _table(tensors: Mapping[str, torch.Tensor], site: str, role: Role) -> Table:
 
 
 def _scheme(metadata: Mapping[str, str]) -> Beyond:
-    """Return the scheme that a file's metadata names, without tables. Raises BadTables if it is no scheme beyond."""
+    """Return the scheme that a file's metadata names, without tables. Raises BadTables if it is not the scheme beyond."""
     text = metadata.get("scheme", "")
     found = SPELLED.fullmatch(text)
     dtype = getattr(torch, found["dtype"], None) if found else None

@@ -1,8 +1,8 @@
 """Tables of levels and thresholds of one slot, of one attention, and of a whole model; frozen, compared by their contents.
 
-Both are in units of the stored scale, so that a group spans 0 to 2^bits - 1: uniform levels are then the integers, exact in float32,
-and ``level * scale + zero`` is what plain asymmetric codes decode to. The paper's normalised units
-(its Eqs. 2 to 4, where a group spans 0 to 1) are these divided by 2^bits - 1.
+Both are in units of the stored scale, so that a group spans 0 to 2^bits - 1: uniform levels are then the integers, exact in float32, and
+``level * scale + zero`` is the value of a plain asymmetric code. The paper's normalised units (its Eqs. 2 to 4, where a group spans 0 to 1)
+are these divided by 2^bits - 1.
 """
 
 from __future__ import annotations

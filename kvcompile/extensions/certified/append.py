@@ -1,8 +1,8 @@
 """``append_window`` of one new token into certified planes on CUDA, keys and values in one launch.
 
-A program has one kv head of one batch row. It does what ``ops.append_window.append_window_body`` does with ``Certified.encode``: it returns
-the newest tokens, encodes the token's block from the window and the token, writes the block's codes, notes and originals, and puts the
-token into the window. Traced, that body is about 28 kernels per layer, and most of the compile time of a certified model.
+A program has one kv head of one batch row. Like ``ops.append_window.append_window_body`` with ``Certified.encode``, it returns the newest
+tokens, encodes the token's block from the window and the token, writes the block's codes, notes and originals, and puts the token into the
+window. Traced, that body is about 28 kernels per layer, and most of the compile time of a certified model.
 
 Codes, scales, zero points, originals and the window are equal to the body's bit for bit. The notes are float64 norms whose squares are
 added in another order; the margin of ``certified.scheme.largest_norm`` covers that, so a note may be a neighbouring float and is as sound.

@@ -46,8 +46,10 @@ def masses(logits: torch.Tensor) -> Masses:
 
 
 class Notes(NamedTuple):
-    """Each block's largest token norm, float64 [B, K, N], of four tensors: ``kappa`` of key residuals (full precision minus decoded),
-    ``mu`` of full-precision keys, ``eta`` of value residuals, ``nu`` of full-precision values.
+    """Each block's largest token norm, float64 [B, K, N], of four tensors.
+
+    ``kappa``: residuals of keys (full precision minus decoded); ``mu``: full-precision keys; ``eta``: residuals of values; ``nu``:
+    full-precision values.
     """
 
     kappa: torch.Tensor

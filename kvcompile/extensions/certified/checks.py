@@ -46,9 +46,7 @@ def rank_fails(
 
 
 def logits_differ(coded: torch.Tensor, exact: torch.Tensor, delta: Deviations, visible: torch.Tensor, guard: float) -> torch.Tensor:
-    """Return a flag per block, [B, K, Q, N]: some visible token's logit from codes differs from its exact logit by more than theorem 8
-    allows.
-    """
+    """Return a flag per block, [B, K, Q, N]: a visible token's logits by codes and exact differ by more than theorem 8 allows."""
     apart = blocks(torch.where(visible, exact - coded, 0)).abs().amax(-1).to(torch.float64)
     return ~(apart <= _consistent(delta=delta.codes, own=delta.originals, guard=guard))
 
@@ -56,8 +54,7 @@ def logits_differ(coded: torch.Tensor, exact: torch.Tensor, delta: Deviations, v
 def notes_differ(
     decoded: torch.Tensor, originals: torch.Tensor, notes: tuple[torch.Tensor, torch.Tensor], of: torch.Tensor
 ) -> torch.Tensor:
-    """Return a flag per block, [B, K, N]: the norm of one of its tokens in the mask ``of`` exceeds the norm stored for the block (its
-    note).
+    """Return a flag per block, [B, K, N]: the norm of one of its tokens in the mask ``of`` exceeds the stored norm (its note).
 
     ``notes``: stored norms of residuals and of full-precision tokens. A NaN note marks a block with NaN or Inf, which no code represents:
     there is nothing to compare, and the check passes.

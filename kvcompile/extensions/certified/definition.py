@@ -172,9 +172,7 @@ def _sides(
 
 
 def _differ(k: CodedAndExact, v: CodedAndExact, notes: Notes, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two flags per block, [B, K, 1, N]: over the tokens ``own``, norms of the block's keys, and of its values, exceed the stored
-    notes.
-    """
+    """Return two flags per block, [B, K, 1, N]: a norm of a key, and of a value, among the tokens ``own`` exceeds the stored notes."""
     keys = notes_differ(k.coded, k.exact, (notes.kappa, notes.mu), own)
     values = notes_differ(v.coded, v.exact, (notes.eta, notes.nu), own)
     return keys.unsqueeze(2), values.unsqueeze(2)

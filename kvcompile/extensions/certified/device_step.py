@@ -113,8 +113,10 @@ def certified_by_kernels(
 
 
 class Chosen(NamedTuple):
-    """Flags of blocks [B, K, Q, N]: full-precision keys are read (``read``), full-precision values are read (``values``), and
-    both are read only to check a certificate (``explored``; None if the scheme explores no blocks).
+    """Flags of blocks [B, K, Q, N] that a step reads in full precision.
+
+    ``read``: their keys are read; ``values``: their values are read; ``explored``: both are read, only to check a certificate (None if the
+    scheme explores no blocks).
     """
 
     read: torch.Tensor
@@ -123,8 +125,9 @@ class Chosen(NamedTuple):
 
 
 class Staged(NamedTuple):
-    """A scratch as kernels read it: ``held`` [1, B, K, rows, D]; ``found`` int32 [B, K, N], each block's slot in its set, -1 for none; and
-    the number of sets.
+    """A scratch for kernels: its contents, where each block is in it, and its number of sets.
+
+    ``held``: [1, B, K, rows, D]. ``found``: int32 [B, K, N], each block's slot in its set, -1 for none.
     """
 
     held: torch.Tensor
@@ -133,8 +136,9 @@ class Staged(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Partial sums of ``bound_sums`` for keys and for values, [B, K, Q, programs, columns], and ``top``, the logit subtracted in all
-    exponents.
+    """Partial sums of ``bound_sums`` for keys and for values, [B, K, Q, programs, columns].
+
+    ``top``: the logit subtracted in all exponents.
     """
 
     keys: torch.Tensor
@@ -254,9 +258,7 @@ class DeviceStep:
     def united(
         self, chosen: torch.Tensor, values: torch.Tensor, explored: torch.Tensor | None, clock: torch.Tensor, explore: int
     ) -> torch.Tensor:
-        """Return flags of the blocks that all query heads of a kv head read: those that any of them has ``chosen``,
-        and the explored ones.
-        """
+        """Return flags of the blocks that all query heads of a kv head read: those that any head has ``chosen``, and the explored ones."""
         from kvcompile.extensions.certified.kernels.select_blocks import unite_blocks
 
         read = self.flags(*self.shape, self.blocks)
@@ -330,8 +332,9 @@ class DeviceStep:
         return dict(self.sizes, SCALE=self.scale, D=self.q.shape[3], PER_PAGE=self.page // BLOCK, S2=1 << (S - 1).bit_length())
 
     def bound_sums(self, exact: Masses, chosen: Chosen) -> tuple[Chosen, Sums]:
-        """Return the chosen blocks and the sums for the certificate; with a finite value budget further promoted values are among the
-        chosen blocks.
+        """Return the chosen blocks and the sums for the certificate.
+
+        With a finite value budget, the chosen blocks include values that are promoted to meet it.
         """
         rules, spend = self.rules, not math.isinf(self.rules.value_budget)
         found = self._bound_sums(exact, chosen, self.top, False)
@@ -357,7 +360,7 @@ class DeviceStep:
         """Return the constants by which kernels bound rounding errors of weighted values, by name.
 
         CHAIN: roundings between a product and the output. T: tokens that tensor cores sum in one chain. CODES: whether values are stored as
-        codes. FLOOR: what decoding below float16's least normal number adds to the norm of a value.
+        codes. FLOOR: the error that decoding below float16's least normal number adds to the norm of a value.
         """
         floor = 0.0 if self.full else math.sqrt(self.value_dim) * bounds.HALF_TINY * 2.0**12
         return dict(CHAIN=head_bounds.CHAIN, T=self.turn, FLOOR=floor, CODES=not self.full)
@@ -390,9 +393,7 @@ class DeviceStep:
         return Sums(keys, values, top)
 
     def ranked(self, coded: Masses, exact: Masses, read: torch.Tensor) -> torch.Tensor:
-        """Return the failures that ``checks.rank_fails`` finds as bits of ``Cause``, int32 [B, K, Q]; used for more
-        than one leading block.
-        """
+        """Return the failures that ``checks.rank_fails`` finds, as bits of ``Cause``, int32 [B, K, Q]; for more than one leading block."""
         causes = torch.empty(self.shape, dtype=torch.int32, device=read.device)
         self.launch.operator(
             certified_ranks, causes, self.at, *coded, *exact, read, self.delta, self.own, self.heads[1],
@@ -432,8 +433,9 @@ class DeviceStep:
         )
 
     def rounding(self) -> dict[str, float | int]:
-        """Return constants, by name, for the kernels that write the output: the rounding errors of its dtype, its channels, and the number
-        of partial results that one load reads.
+        """Return, by name, the constants of the kernels that write the output.
+
+        These are the rounding errors of its dtype, its number of channels, and the number of partial results that one load reads.
         """
         width, dtype = self.value_dim, self.q.dtype
         return dict(
@@ -442,8 +444,9 @@ class DeviceStep:
         )
 
     def weighted_values(self, asked: torch.Tensor, staged: Staged | None) -> torch.Tensor:
-        """Return sum_t exp(logit_t - top) v_t in parts to be added, [parts, B, K, Q, Dv]; blocks flagged in ``asked`` are read from
-        originals.
+        """Return sum_t exp(logit_t - top) v_t in parts to be added, [parts, B, K, Q, Dv].
+
+        Values of blocks flagged in ``asked`` are read from originals, others from codes.
         """
         from kvcompile.extensions.certified.kernels import weighted_values as kernels
 

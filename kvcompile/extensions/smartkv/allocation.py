@@ -29,8 +29,9 @@ from kvcompile.schemes.adaptive import on_device
 
 @dataclass(frozen=True)
 class Terms:
-    """The inputs of a decision that do not depend on tokens: bytes of each level, worth of each step to the next level per unit of
-    importance, least importance that counts.
+    """The inputs of a decision that do not depend on tokens.
+
+    They are the bytes of each level, the worth of each step to the next level per unit of importance, and the least importance that counts.
     """
 
     costs: tuple[int, ...]
@@ -67,8 +68,9 @@ def worth_of(importance_RT: torch.Tensor, terms: Terms) -> torch.Tensor:
 def by_sorting(
     value_RT: torch.Tensor, spend_R: torch.Tensor, terms: Terms, low_RT: torch.Tensor, high_RT: torch.Tensor
 ) -> torch.Tensor:
-    """Return the levels of ``allocate``, by torch operators on any device, which define them. ``value``: importance as ``worth_of`` returns
-    it.
+    """Return the levels of ``allocate``, whose definition this is, computed by torch operators on any device.
+
+    ``value``: importance as ``worth_of`` returns it.
     """
     (rows, tokens), steps = value_RT.shape, len(terms.worths)
     device = value_RT.device
@@ -129,9 +131,7 @@ def looked_up(table: Sequence[float], level_RT: torch.Tensor, dtype: torch.dtype
 
 
 def spendable(budget: float, tokens: int, steps: int, cost: Cost, widths: KeyValueWidths) -> int:
-    """Return the bytes that ``tokens`` tokens may take now so that the budget holds now and after ``steps`` tokens of the largest widths
-    entered.
-    """
+    """Return the bytes that ``tokens`` tokens may take: the budget holds now and after ``steps`` more tokens of the largest widths."""
     entering = cost.token(widths.keys[-1], widths.values[-1])
     allowed = budget * cost.dense
     return int(min(allowed * tokens, allowed * (tokens + steps) - entering * steps) + 1e-6)

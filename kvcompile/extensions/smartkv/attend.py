@@ -94,8 +94,9 @@ class _Averages:
         return max(0, self.count - math.ceil(math.log(COUNTS) / math.log(slowest))) if slowest > 0 else max(0, self.count - 1)
 
     def add(self, start: int, head: int, kv_heads: int, weights: torch.Tensor, total: torch.Tensor) -> None:
-        """Add to the averages one kv head's attention for a tile of queries, the first of them number ``start``; ``weights`` and ``total``
-        are as ``softmax_parts`` returns them.
+        """Add to the averages one kv head's attention for a tile of queries, of which number ``start`` is the first.
+
+        ``weights``, ``total``: the results of ``softmax_parts``.
         """
         scheme, tokens = self.scheme, self.plain.shape[1]
         shares = torch.where(total == 0, 0, weights / total).to(torch.float32).nan_to_num(0.0, 0.0, 0.0)[..., :tokens]
@@ -124,9 +125,7 @@ class _Averages:
         return after
 
     def store(self, importance: torch.Tensor, heads: torch.Tensor) -> None:
-        """Write the averages of tokens and of heads into the planes ``importance`` and ``heads``; a visible token gets at least a tiny
-        value.
-        """
+        """Write the averages into the planes ``importance`` (of tokens) and ``heads``; a visible token gets at least a tiny value."""
         least = torch.where(self.seen, LEAST_IMPORTANCE, 0.0)
         averages = torch.stack([torch.maximum(self.plain, least), self.weighted], dim=-1)
         importance.copy_(averages.unflatten(1, (importance.shape[0], -1)).transpose(0, 1).unsqueeze(2))

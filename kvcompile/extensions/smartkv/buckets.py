@@ -107,8 +107,9 @@ PAGES_BEHIND = 16
 
 @dataclass(frozen=True)
 class Bucket:
-    """The tokens of one batch row and one level: bits, codes [K, n, bytes] in the parts of ``codes.parts_of``, scales [K, n] and positions
-    ``where`` int32 [n]. All tensors are views of the slot's planes.
+    """The tokens of one batch row and one level, as views of the slot's planes.
+
+    ``codes``: [K, n, bytes], one tensor for each part of ``codes.parts_of``; ``scales``: [K, n]; ``where``: their positions, int32 [n].
     """
 
     level: int
@@ -138,10 +139,10 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Buckets:
-    """The planes of one slot, as the module's text lists them. ``mean`` is None unless narrow codes are rotated; ``entered`` and
-    ``originals`` are None without tier 2.
+    """The planes of one slot, as the module's text lists them.
 
-    ``originals`` is also None in attention, which is not given that plane.
+    ``mean`` is None unless narrow codes are rotated; ``entered`` and ``originals`` are None without tier 2. ``originals`` is also None in
+    attention, which is not given that plane.
     """
 
     entering: coder.Coded
@@ -294,9 +295,7 @@ def with_pool_rows(ends_LBn: torch.Tensor, widths: tuple[int, ...], heads: int, 
 
 @dataclass(frozen=True)
 class PlaneLengths:
-    """Lengths of a slot's planes of settled tokens: ``rows`` of the plane ``pool``, and ``tokens`` entries of each of ``scales`` and
-    ``where``.
-    """
+    """Lengths of a slot's planes of settled tokens: ``rows`` of ``pool``, and ``tokens`` entries of each of ``scales`` and ``where``."""
 
     rows: int
     tokens: int
@@ -359,9 +358,7 @@ def grown(plane: torch.Tensor, pages: int) -> torch.Tensor:
 
 
 def pages_by_position(pages: int) -> int:
-    """Return how many pages to allocate for a plane indexed by position that needs ``pages``: 1/16 more, so that few
-    steps reallocate it.
-    """
+    """Return how many pages to allocate for a plane, indexed by position, that needs ``pages``: 1/16 more, so that it seldom grows."""
     return pages + pages // PAGES_BEHIND
 
 

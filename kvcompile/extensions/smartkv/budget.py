@@ -56,8 +56,9 @@ def _key_or_value_bytes(heads: int, head_dim: int, bits: int, scale_bytes: int) 
 
 @dataclass(frozen=True)
 class Cost:
-    """Byte costs of one layer's tokens: ``heads`` kv heads, ``scale_bytes`` per scale, and ``beside``, the bytes of a token that do not
-    depend on its widths.
+    """The bytes of one layer's tokens: ``heads`` kv heads, ``scale_bytes`` per scale.
+
+    ``beside``: the bytes of a token that do not depend on its widths.
     """
 
     heads: int

@@ -46,8 +46,10 @@ Coded = tuple[torch.Tensor, torch.Tensor]
 
 
 class Frame(enum.Enum):
-    """The coordinates in which codes narrower than 8 bits are made: TURNED subtracts the keys' mean, rotates, and gives scales a sign;
-    SOURCE encodes keys as they are, with positive scales, as the paper does.
+    """The coordinates in which codes narrower than 8 bits are made.
+
+    TURNED: the keys' mean is subtracted, the rest is rotated, and scales have a sign. SOURCE: keys are encoded unchanged, with positive
+    scales, as in the paper.
     """
 
     TURNED = "turned"

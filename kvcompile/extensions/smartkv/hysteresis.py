@@ -44,23 +44,23 @@ class Decided:
         return Decided(torch.cat([self.rank, more.rank], dim=1), torch.cat([self.away, more.away], dim=1))
 
     def checked(self, ranks_RT: torch.Tensor, moved: float) -> Decided:
-        """Return the state after one more check: ``away`` is raised by one where a rank differs by ``moved`` or more from the decided one,
-        else 0.
+        """Return the state after one more check.
+
+        ``away`` is raised by one if the rank differs from the decided one by ``moved`` or more, and set to 0 otherwise.
         """
         away = (ranks_RT - self.rank).abs() >= moved
         return replace(self, away=torch.where(away, self.away.clamp(max=MOST_AWAY - 1) + 1, 0).to(torch.int8))
 
     def free(self, checks: int) -> torch.Tensor:
-        """Return whether each token may change its width, bool [R, T]: if ``away`` has reached ``checks``, or if its width was never
-        decided.
-        """
+        """Return whether each token may change its width, bool [R, T]: ``away`` has reached ``checks``, or no width was decided yet."""
         return self.rank.isnan() | (self.away >= checks)
 
 
 @dataclass(frozen=True)
 class Hysteresis:
-    """Limits of the hysteresis: the least change of rank, the number of consecutive checks that it must last, and the share of utility it
-    may cost.
+    """Limits of the hysteresis.
+
+    They are the least change of rank, the number of consecutive checks that it must last, and the share of utility that it may cost.
     """
 
     moved: float = 0.05

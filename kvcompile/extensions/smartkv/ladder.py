@@ -16,8 +16,10 @@ from kvcompile.extensions.smartkv.budget import Cost, KeyValueWidths
 
 @dataclass(frozen=True)
 class LevelPreference:
-    """Parameters of the worth of raising a token by one level: ``alpha``, the exponent of the utility U(bits) = bits^alpha; ``floor``, the
-    least importance that counts; the weights of ``keys`` and of ``values`` (section 10.6 of the paper).
+    """Parameters of the worth of raising a token by one level.
+
+    ``alpha``: the exponent of the utility U(bits) = bits^alpha; ``floor``: the least importance that counts; ``keys``, ``values``: their
+    weights (section 10.6 of the paper).
     """
 
     alpha: float = 0.5

@@ -92,8 +92,7 @@ class Movement(Protocol):
         """Return the levels of the tokens at positions 0 to ``count`` - 1, int8 [B, T]; entering tokens get len(widths)."""
 
     def move(self, slot_buckets: Buckets, order: TokenMove, first: int, into: Buckets) -> None:
-        """Write codes, scales and positions of all tokens below position T into the planes of ``into``, at the levels and indices of
-        ``order``.
+        """Write codes, scales and positions of all tokens below position T into ``into``, at the levels and indices of ``order``.
 
         ``first``: the value of the slot's plane ``first``. Tokens never become wider, except those of ``order.again``, whose codes may be
         anything here: ``originals.code_again`` overwrites them.
@@ -152,16 +151,18 @@ def _sources(slot_buckets: Buckets, count: int, first: int) -> Iterator[_Source]
 
 
 def settled(slot_buckets: Buckets, levels_BT: torch.Tensor) -> Buckets:
-    """Return the slot with all T tokens moved into the buckets of ``levels`` int8 [B, T], in new planes without slack. Waits for the
-    device.
+    """Return the slot with all T tokens moved into the buckets of ``levels`` int8 [B, T], in new planes without slack.
+
+    Waits for the device.
     """
     order, count = order_of(levels_BT, slot_buckets), levels_BT.shape[1]
     return moved(slot_buckets, order, int(slot_buckets.first), count, PlaneLengths.of(order.counts, slot_buckets))
 
 
 def mean_of(slot_buckets: Buckets, first: int, count: int, there_BT: torch.Tensor) -> torch.Tensor:
-    """Return the plane ``mean`` of a slot of keys without settled tokens: the keys' mean over the present tokens (``there``, finite) at
-    positions below ``count``. ``first`` must be 0.
+    """Return the plane ``mean`` of a slot of keys without settled tokens: the keys' mean over tokens at positions below ``count``.
+
+    ``there``: the tokens that are present; those that are not finite are left out too. ``first`` must be 0.
     """
     assert slot_buckets.mean is not None
     assert first == 0

@@ -30,8 +30,10 @@ AT_ONCE = 4096
 
 @dataclass(frozen=True)
 class Again:
-    """The tokens of one slot that a move encodes from full-precision copies: positions int64 [B, T], those tokens first, sorted by new
-    level; and their number by row and level.
+    """The tokens of one slot that a move encodes from full-precision copies.
+
+    ``position``: int64 [B, T], their positions, sorted by new level, then those of all other tokens; ``counts``: their number by row and
+    level.
     """
 
     position: torch.Tensor

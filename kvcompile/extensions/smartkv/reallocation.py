@@ -97,19 +97,18 @@ def _needed(scheme: Rules, slot: SlotSpec, count: int) -> int:
 def spendable(scheme: Rules, slot: SlotSpec, rows: int, count: int, layer: int, last: int) -> int:
     """Return the bytes that the settled tokens of one of ``rows`` batch rows may take so that the budget holds for ``last`` more steps.
 
-    It is a row's share of ``settled_bytes`` of layer number ``layer`` with ``count`` tokens, less what rounding to rows of the pool and the
-    slack of new planes (``SLACK``) may add; at least 0.
+    It is a row's share of ``settled_bytes`` of layer number ``layer`` with ``count`` tokens, less the bytes that rounding to rows of the
+    pool and the slack of new planes (``SLACK``) may add; at least 0.
     """
     rounding = (buckets.ROW - 1) * 2 * len(scheme.levels) * rows
     return max(0, int((settled_bytes(scheme, slot, rows, count, layer, last) - rounding) / (1 + 1 / SLACK) / rows))
 
 
 def settled_bytes(scheme: Rules, slot: SlotSpec, rows: int, count: int, layer: int, last: int) -> int:
-    """Return the bytes that a layer's planes of settled tokens, of all rows, may take so that the budget holds now and in each of the next
-    ``last`` steps; negative if other planes exceed it.
+    """Return the bytes that a layer's planes of settled tokens, of all rows, may take so that the budget holds for ``last`` more steps.
 
-    ``count``: tokens of a row now; ``layer``: the layer's number. In those steps new tokens take whole pages, and all planes that are
-    indexed by position grow with them.
+    The result is negative if other planes exceed the budget. ``count``: tokens of a row now; ``layer``: the layer's number. In those steps
+    new tokens take whole pages, and all planes that are indexed by position grow with them.
     """
     cost = scheme.cost(slot)
     share = min(scheme.layer_share(tokens, slot, layer) for tokens in (count, count + last))
@@ -171,11 +170,12 @@ def of_layers(layers: Sequence[KeyStatistics], count: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _BatchDecision:
-    """The decision for L layers in one batch: ``levels`` int8 and new indices ``place`` int32 [L, B, T], the planes ``ends`` of keys and of
-    values, and new rows of the planes ``before`` (``plain``) and ``decided``.
+    """The decision for L layers in one batch.
 
-    ``numbers`` [L, n]: settled tokens that change, those that become wider, refused promotions, and the indices where buckets end, row by
-    row; with tier 2 also the re-encoded tokens of keys and of values, by row and level. ``before``: the levels until now.
+    ``levels``: int8, and ``place``: new indices, int32, [L, B, T]; the planes ``ends`` of keys and of values; ``plain`` and ``decided``:
+    new rows of the planes ``before`` and ``decided``. ``numbers`` [L, n]: settled tokens that change, those that become wider, refused
+    promotions, and the indices where buckets end, row by row; with tier 2 also the re-encoded tokens of keys and of values, by row and
+    level. ``before``: the levels until now.
     """
 
     levels: torch.Tensor

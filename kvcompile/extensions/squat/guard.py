@@ -1,11 +1,9 @@
-"""The guard of squat: a head keeps error feedback only if that lowers the error of its scores; otherwise its keys are encoded as by
-``kivi``.
+"""The guard of squat: a head keeps error feedback only if it lowers the error of its scores; else its keys are encoded as by ``kivi``.
 
     error(M) = sum over keys of e G e^T,    e = decode(encode(key, M)) - key,    G = the sum of q q^T over a quarter of the queries
 
 Feedback M is learned from the first three quarters of a prompt's queries. On the last quarter, which it was not learned from, the error
 with it is compared with the error without. A head for which it is lower gets feedback learned from all queries; any other head gets none.
-
 Nothing is read on the host. At most ``MOST`` keys are tried, in whole groups spread over the prompt, so the cost does not grow with it.
 """
 

@@ -46,8 +46,9 @@ from kvcompile.types import Extent, Layout, MinMax, PlaneSpec, Role, SlotSpec
 
 
 class Queries(enum.Enum):
-    """The form of the queries that keys stored before RoPE are encoded for: before RoPE, after RoPE, or rotated by every distance from
-    a query to a key.
+    """The form of the queries for which keys stored before RoPE are encoded.
+
+    They are taken before RoPE, after RoPE, or rotated by every distance from a query to a key.
     """
 
     PRE = "pre"
@@ -200,9 +201,7 @@ class Squat(Kivi):
         return dataclasses.replace(made, subblock=self.channels_at_once(head_dim)) if made is not None and self.lam > 0 else made
 
     def channels_at_once(self, head_dim: int) -> int:
-        """Return how many channels of a head are quantized at a time: at most half of them, since each sub-block feeds its error into later
-        ones.
-        """
+        """Return how many channels of a head are quantized at a time: at most half, since each sub-block's error is fed into later ones."""
         return max(1, min(self.subblock, head_dim // 2))
 
     def check(self, slot: SlotSpec) -> None:

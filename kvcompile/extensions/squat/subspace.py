@@ -134,10 +134,10 @@ def _orthogonal(columns: torch.Tensor) -> torch.Tensor:
 
 
 def moves(weight: torch.Tensor, block: int) -> torch.Tensor:
-    """Return by how much an error of each channel moves the channels of later blocks, [..., D, D]: row i is that of (B_t H_t)^T for i in
-    block t.
+    """Return by how much an error of each channel moves the channels of later blocks, [..., D, D].
 
-    ``weight``: lam Qhat^T Qhat, float64. ``block``: channels per block. Entries are zero unless the column's block comes after the row's.
+    Row i, for channel i in block t, is a row of (B_t H_t)^T. ``weight``: lam Qhat^T Qhat, float64. ``block``: channels per block. Entries
+    are zero unless the column's block comes after the row's.
     """
     width = weight.shape[-1]
     identity = torch.eye(width, dtype=weight.dtype, device=weight.device)

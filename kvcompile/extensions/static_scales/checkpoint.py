@@ -88,7 +88,7 @@ def _interesting(name: object) -> bool:
 
 
 def _spelling(name: str) -> tuple[str, tuple[Role, ...]] | None:
-    """Return (module path, roles) from the name of a tensor of scales; None for a name that is no scale of a cache."""
+    """Return (module path, roles) from the name of a tensor of scales; None for the name of any other tensor."""
     for pattern, roles in SPELLINGS:
         if (found := re.fullmatch(pattern, name)) is not None:
             return plain_name(found["path"]), roles

@@ -38,7 +38,7 @@ NAN_BITS = 0x7FC00000
 class Calibrated(Windowed):
     """The base of the schemes with eight-bit codes by static scales; subclasses choose the codes.
 
-    ``measured``: scales were measured or read; ``calibrate``, ``load_scales`` and ``read_scales`` return such schemes. ``amax``: the
+    ``measured``: whether scales were measured or read, as in schemes from ``calibrate``, ``load_scales`` and ``read_scales``. ``amax``: the
     magnitude that the scale covers if none was measured. ``scales``: the scales of the whole model, or of one attention (``for_module``).
     """
 
@@ -113,8 +113,9 @@ class Calibrated(Windowed):
         return {"scales": self.scales_of(slot).values[:, None, None]}
 
     def scales_of(self, slot: SlotSpec) -> Scales:
-        """Return the scales of a slot. Raises ScalesMissing for a measured scheme with the scales of a whole model; ``for_module`` selects
-        one attention.
+        """Return the scales of a slot.
+
+        Raises ScalesMissing for a measured scheme with the scales of a whole model; ``for_module`` selects those of one attention.
         """
         if isinstance(self.scales, SiteScales):
             return self.scales.for_role(slot.role)

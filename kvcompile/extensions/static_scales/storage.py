@@ -58,8 +58,6 @@ def load_scales(path: str | Path, model: torch.nn.Module) -> Calibrated:
 
 
 def _declared(metadata: Mapping[str, str], sites: list[str]) -> dict[str, Entry]:
-    """Return the tensors that a file of these metadata must hold: one scale, or one for each kv head, of keys and values of every
-    attention.
-    """
+    """Return the tensors that a file with this metadata must hold: for the keys and the values of every attention, [1] or [kv heads]."""
     del metadata
     return {f"{site}.{role.value}": Entry((None,), least=LEAST_SCALE, most=MOST_SCALE) for site in sites for role in Role}

@@ -51,8 +51,9 @@ def sequences(batch: Any) -> int:
 
 
 def grouped(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:
-    """Yield groups of consecutive batches with at least ``size`` sequences in total, the pieces of one step; the last
-    group may have fewer.
+    """Yield groups of consecutive batches, the pieces of one step each, with at least ``size`` sequences in total.
+
+    The last group may have fewer.
     """
     pieces: list[Any] = []
     held = 0
@@ -140,9 +141,7 @@ class _Loop:
         return self._ended(stopped, validation)
 
     def _one(self, group: list[Any], validation: Sequence[Any]) -> str | None:
-        """Take one optimizer step on a group of pieces, then validate and write a checkpoint if due; return the reason to stop, or None to
-        go on.
-        """
+        """Take one optimizer step on a group of pieces, then validate and write a checkpoint if due; return the reason to stop, or None."""
         if self.trainer.steps >= self.settings.steps:
             return "all steps were taken"
         found = self.trainer.learn(group)

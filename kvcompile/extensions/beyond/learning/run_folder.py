@@ -111,10 +111,9 @@ class RunFolder:
         unfinished.replace(self.folder / "checkpoint.safetensors")
 
     def load(self, trainer: Trainer) -> Progress:
-        """Restore ``trainer`` from the checkpoint and return the run's progress; the trainer must have found its attentions already
-        (``meet``).
+        """Restore ``trainer`` from the checkpoint, in place, and return the run's progress.
 
-        Raises BadRun, and then changes nothing.
+        The trainer must have found its attentions already (``meet``). Raises BadRun, and then changes nothing.
         """
         named = _named(trainer.parameters)
         try:

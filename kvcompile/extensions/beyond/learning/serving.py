@@ -31,8 +31,7 @@ LARGEST = 0.25
 
 
 def compare(model: torch.nn.Module, batch: Any, scheme: Beyond, rule: QuantizerConfig) -> float | None:
-    """Return the difference of logits between training and serving with uniform tables, as a fraction of the change that quantization
-    makes.
+    """Return the difference of logits between training and serving with uniform tables, relative to the change by quantization.
 
     Returns None if model or batch do not allow the comparison: it needs token ids, and a model that takes ``input_ids``,
     ``past_key_values`` and ``use_cache``. Raises ServedOtherwise above ``LARGEST``. Both are compiled to eager operators, and

@@ -20,8 +20,9 @@ CHAT_PROMPT = "Continue the following text."
 
 @dataclass(frozen=True)
 class TokenEncoding:
-    """How text becomes tokens: a function from text to token ids, and the ids (``prefix``) that precede every sequence
-    and are no targets.
+    """How text becomes tokens: a function from text to token ids, and the ids (``prefix``) put before every sequence.
+
+    The ids of the prefix are context, not targets.
     """
 
     encode: Callable[[str], Sequence[int]]
@@ -78,7 +79,7 @@ def split(runs: list[list[int]], validation: int, seed: int = 0) -> tuple[list[l
 
 
 def batches(runs: Sequence[Sequence[int]], tokens: TokenEncoding, rows: int) -> list[dict[str, torch.Tensor]]:
-    """Return batches of ``rows`` sequences, each after the prefix, whose tokens are no targets; the last batch may have fewer."""
+    """Return batches of ``rows`` sequences, each after the prefix, whose tokens are not targets; the last batch may have fewer."""
     made = []
     for at in range(0, len(runs), rows):
         part = torch.tensor([[*tokens.prefix, *run] for run in runs[at : at + rows]], dtype=torch.int64, device="cpu")

@@ -116,9 +116,7 @@ def unpacked(words, PACKED: tl.constexpr):
 
 @triton.jit
 def limbs(w):
-    """Return float32 [channels, rows] as float16 [channels, 2 rows]: each number as its high part and the remainder,
-    in adjacent columns.
-    """
+    """Return float32 [channels, rows] as float16 [channels, 2 rows]: each number's high part and remainder, in adjacent columns."""
     high = w.to(tl.float16)
     low = (w - high.to(tl.float32)).to(tl.float16)
     return tl.reshape(tl.join(high, low), [w.shape[0], 2 * w.shape[1]])

@@ -32,8 +32,9 @@ def gap_of(peak, top, live):
 
 @triton.jit
 def in_fours(blocks):
-    """Return ``blocks``, always a multiple of four, in a form that tells the compiler so; it then loads four float32
-    with one instruction.
+    """Return ``blocks``, which is always a multiple of four, in a form that shows this to the compiler.
+
+    The compiler then loads four float32 with one instruction.
     """
     return blocks // 4 * 4
 

@@ -1,6 +1,6 @@
 """The leading entries of a row in memory, of any length and without a sort, for ``select_blocks`` and ``spend_value_budget``.
 
-ORDER holds the keys of the order, float32, -1 for a block that is no candidate. The int32 bits of nonnegative floats are ordered as the
+ORDER holds the keys of the order, float32, -1 for a block that is not a candidate. The int32 bits of nonnegative floats are ordered as the
 floats are, and non-candidates are below zero. A threshold (edge) is bisected between one known to be too low and one too high. A pass sums
 over the row, which the multiprocessor's first cache holds by then: the number of passes determines the time. The bisection begins in the
 range of a factor of 256 below the largest, which mostly contains the threshold, and ends as soon as no other candidate is between the two.
@@ -141,12 +141,11 @@ def leading(
     ORDER, SURE, TERM, blocks, available, top, COVER: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, BUDGET: tl.constexpr,
     MOST_WIDENED: tl.constexpr, CERTAIN: tl.constexpr, WIDEN: tl.constexpr, CHUNK: tl.constexpr,
 ):
-    """Return (edge, ties, tied, widened), which define a row's leading entries: every entry of ``edge`` or more, and the first ``ties``
-    entries equal to ``tied``.
+    """Return (edge, ties, tied, widened): a row's leading entries are all of at least ``edge``, and the first ``ties`` equal to ``tied``.
 
     ``available``: number of candidates; ``top``: an edge that none reaches. With COVER >= 1 the rest may hold everything; with COVER < 0
-    all candidates lead. LEAST and MOST limit their number; MOST_WIDENED does if more lead because SURE (with CERTAIN) or TERM (with WIDEN,
-    by BUDGET) asks for it, as in ``select_blocks``; ``widened`` says whether they do.
+    all candidates lead. LEAST and MOST limit the number of leading entries; MOST_WIDENED limits it if more lead because SURE (with CERTAIN)
+    or TERM (with WIDEN, by BUDGET) requires it, as in ``select_blocks``; ``widened`` says whether they do.
     """
     nothing = available * 0
     low, reach_low, high, reach_high = nothing, available, top, nothing

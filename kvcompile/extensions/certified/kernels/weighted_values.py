@@ -113,7 +113,7 @@ def spread(scales, WORDS: tl.constexpr):
 def added(total, values, weights, one):
     """Return values^T times weights, a tile's sums [channels, columns], plus ``total``, the split's sums so far.
 
-    The factor ``one`` is no constant: the compiler could make a plain sum the product's accumulator, a longer chain of roundings.
+    The factor ``one`` is not a constant: the compiler could make a plain sum the product's accumulator, a longer chain of roundings.
     """
     return tl.fma(tl.dot(tl.permute(values, (1, 0)), weights), tl.zeros(total.shape, tl.float32) + one, total)
 

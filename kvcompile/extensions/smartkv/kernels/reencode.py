@@ -215,8 +215,8 @@ def move_tokens(
     """Write the tokens at positions below ``count`` in new widths, into the planes TO_SCALES, TO_WHERE (positions) and TO_POOL (codes).
 
     LEVEL int8 and PLACE int32 [B, count]: each token's new level and index; TO_ENDS, which is only read, has the new buckets. SIGNED:
-    scales of narrow codes have a sign. ULP, TINY: see ``rounded_up``. The other operands are as in ``decode_tokens``. Does what
-    ``moves.EagerMoves`` does. Grid: tiles of settled and of entering tokens, kv heads, batch rows.
+    scales of narrow codes have a sign. ULP, TINY: see ``rounded_up``. The other operands are as in ``decode_tokens``. The result is that of
+    ``moves.EagerMoves``. Grid: tiles of settled and of entering tokens, kv heads, batch rows.
     """
     k, b = tl.program_id(1), tl.program_id(2)
     first = tl.load(FIRST).to(tl.int32)

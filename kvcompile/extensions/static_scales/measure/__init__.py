@@ -1,3 +1,1 @@
-"""Measurement of static scales: keys and values observed in graphs without a cache, their magnitudes, and the scales that follow from
-these.
-"""
+"""Measurement of static scales: observes keys and values in graphs without a cache, and derives scales from their magnitudes."""

@@ -17,8 +17,7 @@ BINS = 1 << (31 - BITS)
 
 @dataclass
 class Magnitudes:
-    """The largest magnitude of each kv head, float32 [K]; if ``counted``, also a histogram of all magnitudes, int64 [K, BINS], for
-    percentiles.
+    """The largest magnitude of each kv head, float32 [K], and if ``counted`` a histogram of all magnitudes, int64 [K, BINS].
 
     ``finite``: whether no NaN or Inf was seen. ``values``: the number of magnitudes per head.
     """
