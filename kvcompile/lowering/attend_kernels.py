@@ -187,8 +187,9 @@ KERNELS = (PREFILL, GLUON, DECODE, CPP, EAGER)
 
 
 def kernels_for(facts: AttendFacts) -> Iterator[tuple[AttendKernel, str | None]]:
-    """Yield the kernels that support the attention, best first, each with the reason why a kernel that is preferred to it does not, or
-    None.
+    """Yield (kernel, reason) for the kernels that support the attention, best first.
+
+    The reason tells why a kernel that is preferred to it does not support the attention; None for the most preferred kernel.
     """
     why = None
     for kernel in KERNELS:
@@ -200,9 +201,7 @@ def kernels_for(facts: AttendFacts) -> Iterator[tuple[AttendKernel, str | None]]
 
 
 def choose(facts: AttendFacts) -> tuple[AttendKernel, str | None]:
-    """Return the first kernel that supports the attention, and why a kernel that is preferred to it does not (None if it is the preferred
-    one).
-    """
+    """Return (kernel, reason): the first kernel that supports the attention, and why a preferred kernel does not, or None."""
     return next(kernels_for(facts))
 
 

@@ -63,7 +63,7 @@ class LayerText:
 def fold_into_regions(module: fx.GraphModule, fakes: Sequence[Any], writers: Container[Any] = ()) -> int:
     """Fold the longest sequence of equal layers of a graph in place; return the number of folded layers, 0 if none are equal.
 
-    ``fakes``: the fake arguments of the graph. ``writers``: functions of ours that trace to operations with mutated operands.
+    ``fakes``: the fake arguments of the graph. ``writers``: functions of this package that trace to operations with mutated operands.
     """
     for node, fake in zip(module.graph.find_nodes(op="placeholder"), fakes, strict=True):
         node.meta.setdefault("val", fake)
@@ -118,7 +118,7 @@ def _ours(node: fx.Node) -> bool:
 
 
 def _repetitions(nodes: Sequence[fx.Node], kinds: Sequence[str]) -> Iterator[RepeatedLayers]:
-    """Yield candidate repetitions: equal operations of ours at equal distances."""
+    """Yield candidate repetitions: equal operations of kvcompile at equal distances."""
     places: dict[str, list[int]] = defaultdict(list)
     for at, node in enumerate(nodes):
         if _ours(node):
@@ -166,7 +166,7 @@ def _moved(kinds: Sequence[str], repeated: RepeatedLayers) -> Iterator[RepeatedL
 
 
 def _between_writers(nodes: Sequence[fx.Node], repeated: RepeatedLayers, writers: Container[Any]) -> RepeatedLayers:
-    """Return the longest part of a layer, or of two consecutive ones, without an operation of ours that writes."""
+    """Return the longest part of a layer, or of two consecutive ones, without an operation of kvcompile that writes."""
     def writes(node: fx.Node) -> bool:
         return node.target._schema.is_mutable and _ours(node) if isinstance(node.target, OpOverload) else node.target in writers
 

@@ -1,4 +1,4 @@
-"""Appends in a graph compiled for CUDA: each runs by a kernel of ours if one supports it, else by its eager body, traced into the graph.
+"""Appends in a graph compiled for CUDA: each by a kernel of this package or, if none supports it, by its eager body, traced.
 
 ``append``         The kernel of ``rows``, for one token or many: one launch for keys and values together. The traced body has some forty
                    nodes a slot, half of a layer's nodes in a decode step, and becomes four kernels. A scheme that encodes by a constant
@@ -8,6 +8,7 @@
 
 Many tokens are not traced into a window since encoding with calibrated planes is hundreds of nodes a layer: a model of 32 layers compiled
 for more than five minutes, and a prefill runs once.
+
 ``pair`` merges an append of keys and one of values into one call if no node between them can observe the difference.
 """
 

@@ -15,8 +15,9 @@ from kvcompile.lowering.host.launch_node import lower_launches
 
 
 def lower_append(*operands: Any) -> None:
-    """Add the kernels of ``append_kernel`` or ``append_kernel_pair`` to Inductor's graph; the operands are boxes, lists of boxes and
-    constants.
+    """Add the kernels of ``append_kernel`` or ``append_kernel_pair`` to Inductor's graph.
+
+    ``operands``: boxes, lists of boxes and constants.
     """
     lower_launches(rows_by_kernels, operands, [plane for planes in operands[1::ROW_OPERANDS] for plane in planes])
 

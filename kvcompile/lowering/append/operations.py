@@ -1,4 +1,4 @@
-"""Operators for appends by kernels of our own: one slot, or keys and values, in one call.
+"""Operators for appends by kernels of this package: one slot, or keys and values, in one call.
 
 ``append_kernel``         ``append`` of one token or many (``rows``)
 ``append_window_kernel``  ``append_window`` of one token (``window_token``, or the kernel of a scheme's own plugin) or many

@@ -142,8 +142,9 @@ def dtype_of(bound: Bound) -> torch.dtype:
 
 
 def _signed(bound: Bound) -> bool:
-    """Return whether a bound is a sum with a signed symbol (a log-mass): its rounding error is then relative to its
-    terms, not to the sum.
+    """Return whether a bound is a sum with a signed symbol (a log-mass).
+
+    Its rounding error is then relative to its terms, not to the sum.
     """
     terms = bound.expression.args
     return bound.expression.is_Add and all(term.is_Symbol for term in terms) and not all(term.is_nonnegative for term in terms)

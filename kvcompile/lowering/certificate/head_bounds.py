@@ -55,8 +55,9 @@ class Sum(NamedTuple):
 
 
 class ValueBounds(NamedTuple):
-    """Bounds on each block's values, float64 [B, K, Q, N], zero for invisible blocks: ``nu`` on their norms, ``eta`` on norms of coding
-    errors.
+    """Bounds on the values of each block, float64 [B, K, Q, N], zero for invisible blocks.
+
+    ``nu``: on their norms; ``eta``: on the norms of their coding errors.
     """
 
     nu: torch.Tensor

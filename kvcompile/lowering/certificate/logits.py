@@ -65,8 +65,7 @@ def by_queries(x: torch.Tensor, heads: Sequence[int], queries: int) -> torch.Ten
 def visible_to_queries(
     operands: AttendOperands[torch.Tensor], heads: tuple[int, int], tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return each query's visible tokens, bool [B, 1 or K, Q, T], and its logits' bias, float32 [B or 1, 1 or K, Q, T]; None without a
-    bias.
+    """Return (visible tokens of each query, bool [B, 1 or K, Q, T]; bias of its logits, float32 [B or 1, 1 or K, Q, T], or None).
 
     ``heads``: (K, G), kv heads and query heads per kv head; ``tokens``: T.
     """

@@ -110,10 +110,10 @@ class Errors:
 
 @dataclass(frozen=True)
 class Turning:
-    """Bounds on the rounding that rotation of channels adds: tokens are rotated and rounded to ``dtype`` before storage, results rotated
-    back.
+    """Bounds on the rounding errors that a rotation of channels adds.
 
-    ``rotation`` None: the store does not rotate, and all bounds are 0.
+    Tokens are rotated and rounded to ``dtype`` before storage, and results are rotated back. ``rotation`` None: the store does not rotate,
+    and all bounds are 0.
     """
 
     rotation: Rotation | None

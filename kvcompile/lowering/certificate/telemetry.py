@@ -35,8 +35,9 @@ WIDEST = KINDS.index(JoinRule.MOST), KINDS.index(JoinRule.MOST) + KINDS.count(Jo
 
 
 def side_by_side(columns: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return ``torch.stack(columns, -1)``, computed by selects: Inductor compiles those to one kernel, and a stack to one kernel per
-    column.
+    """Return ``torch.stack(columns, -1)``, computed by selects.
+
+    Inductor compiles selects to one kernel, and a stack to one kernel per column.
     """
     found, place = columns[-1].unsqueeze(-1), torch.arange(len(columns), device=columns[0].device)
     for index, column in enumerate(columns[:-1]):
@@ -45,8 +46,9 @@ def side_by_side(columns: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def in_a_row(parts: Sequence[torch.Tensor], width: int) -> torch.Tensor:
-    """Return ``torch.cat(parts, -1)`` padded with zeros to ``width``, computed by one sum, which Inductor compiles to one kernel;
-    infinities stay.
+    """Return ``torch.cat(parts, -1)`` padded with zeros to ``width``, computed by one sum; infinities stay.
+
+    Inductor compiles the sum to one kernel.
     """
     found, first = torch.zeros((), dtype=parts[0].dtype, device=parts[0].device), 0
     for part in parts:
@@ -72,9 +74,7 @@ def figures_of(
 
 
 class Counted(NamedTuple):
-    """Numbers of blocks per query, [B, K, Q]: encoded blocks that it sees, and of these the ones with promoted keys, promoted values, or
-    explored.
-    """
+    """Numbers of blocks per query, [B, K, Q]: visible encoded blocks; and of these, with promoted keys, with promoted values, explored."""
 
     blocks: torch.Tensor
     keys: torch.Tensor

@@ -92,8 +92,9 @@ class BitTrick:
         return _assembly(f"{'shr' if self.shift > 0 else 'shl'}.b32 $0, $1, {abs(self.shift)};", [word], "tl.uint16")
 
     def leave(self, to: str, source: str) -> str:
-        """Return PTX that unpacks two words into register ``to`` from ``source``, which is shifted already; register
-        ``u`` is overwritten.
+        """Return PTX that unpacks two words into register ``to`` from ``source``, which is shifted already.
+
+        Register ``u`` is overwritten.
         """
         lines = []
         for index, (left, mask) in enumerate(self.fields):

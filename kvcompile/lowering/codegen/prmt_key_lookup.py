@@ -113,7 +113,5 @@ def picked_word(column: str) -> str:
 
 
 def picked_column(word: str) -> str:
-    """Return source text, Triton or Python, for the column of a block of ``picked`` that holds word ``word``; the inverse of
-    ``picked_word``.
-    """
+    """Return source text, Triton or Python, for the column of a block of ``picked`` with word ``word``; the inverse of ``picked_word``."""
     return f"({word} // 32 * 32 + {word} % 16 // 4 * 4 + {word} % 4 // 2 * 16 + {word} % 2 * 2 + {word} % 32 // 16)"

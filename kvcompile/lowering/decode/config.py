@@ -192,9 +192,7 @@ class AttendConfig(KernelConfig):
 
     @property
     def fold_block(self) -> int:
-        """Largest number of tokens for which queries multiplied by one block's key scales can be used; 0 if scales are not folded into
-        queries.
-        """
+        """The number of tokens that share the key scales by which queries are multiplied; 0 if scales are not folded into queries."""
         key = dataclasses.replace(self, tile=dataclasses.replace(self.tile, block_t=16, tokens_first=True)).plans[0]
         return key.token_block if key.folded else 0
 

@@ -166,8 +166,7 @@ class TemplateSlot:
         return self.decode is Decode.SCALED
 
     def clear(self, lo: int, bias: int) -> bool:
-        """Return whether a kernel with this slot as its values has a separate loop, without masks, for tiles in which every token is
-        visible.
+        """Return whether a kernel with this slot as its values has a separate loop, without masks, for tiles that are wholly visible.
 
         ``lo``, ``bias``: the kernel's mask of first visible positions, and its kind of bias. False with token scales, whose loads gain from
         the layout that masks bring, and for PLAIN codes, whose loads the hardware masks.
@@ -246,9 +245,7 @@ class TemplateSlot:
         return tuple(tuple(span) for span in spans)
 
     def lowered(self, piece: Piece) -> int:
-        """Return by how many octaves the queries of a FOLDED piece are scaled down, so that all products in its
-        accumulator have one unit.
-        """
+        """Return by how many octaves the queries of a FOLDED piece are scaled down, so that its accumulator's products share one unit."""
         return next(span[0] for span in self.spans if piece.power in span) - piece.power
 
     def single_group(self, piece: Piece) -> bool:

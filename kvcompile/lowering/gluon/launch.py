@@ -38,8 +38,9 @@ UNBOUNDED = 1 << 30
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """The properties of a device that launches depend on: its multiprocessors, and whether a launch can start before the previous one has
-    ended.
+    """The facts about a device that launches depend on.
+
+    They are its number of multiprocessors, and whether a launch can start before the previous one has ended.
     """
 
     multiprocessors: int

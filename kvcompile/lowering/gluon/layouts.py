@@ -40,8 +40,9 @@ def products(warps: Any) -> Any:
 
 @gluon.constexpr_function
 def operand(warps: Any, index: Any, width: Any) -> Any:
-    """Return the layout of a product's first (``index`` 0) or second (1) operand; each thread holds ``width`` consecutive elements along
-    the reduced dim.
+    """Return the layout of a product's operand, the first (``index`` 0) or second (1).
+
+    Each thread holds ``width`` consecutive elements along the reduced dim.
     """
     return gl.DotOperandLayout(index, products(warps), width)
 
@@ -130,9 +131,7 @@ def value_scales(warps: Any, tokens: Any, halves: Any, sets: Any) -> Any:
 
 @gluon.constexpr_function
 def eight_rows(warps: Any, columns: Any) -> Any:
-    """Return the layout of eight rows of a product's first operand, [WARPS, 8, columns]; each thread holds ``columns`` / 4 neighbours of a
-    row.
-    """
+    """Return the layout of eight rows of a product's first operand, [WARPS, 8, columns]: ``columns`` / 4 neighbours of a row a thread."""
     run = columns // 4
     registers = [[0, 0, step] for step in powers(run)]
     return linear(registers, [[0, 0, run], [0, 0, 2 * run], [0, 1, 0], [0, 2, 0], [0, 4, 0]], warps, [warps, 8, columns])

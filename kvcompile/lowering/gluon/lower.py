@@ -1,7 +1,6 @@
 """Inductor's lowering of ``kvcompile::attend`` of one new token to the Gluon kernel: a call of ``attend_gluon`` in the output module.
 
-The kernel is compiled here as a trial, before any step; if that fails, it is no error, and the next kernel of
-``attend_kernels.KERNELS`` is used.
+The kernel is compiled here as a trial, before any step; a failure is not an error: the next kernel of ``attend_kernels.KERNELS`` is used.
 """
 
 from __future__ import annotations

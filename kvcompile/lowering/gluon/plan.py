@@ -103,9 +103,7 @@ class ValuePlan:
 
     @property
     def products(self) -> tuple[tuple[int, int, int], ...]:
-        """For each 16-row product: the index of its chunk, and which outputs of the PTX that unpacks words are its rows 0 to 7 and rows 8
-        to 15.
-        """
+        """For each product of 16 rows: the index of its chunk, and the two outputs of the unpacking PTX for its rows 0 to 7 and 8 to 15."""
         return tuple(
             (chunk, low[1] * self.parts + low[0], high[1] * self.parts + high[0])
             for chunk in range(self.chunks) for low, high in self.tiles
@@ -169,8 +167,9 @@ def _kinds(key_scheme: str, value_scheme: str, dim: int) -> frozenset[tuple[bool
 
 
 def measured(key_scheme: str, value_scheme: str, dim: int) -> bool:
-    """Return whether the kernel was measured to be faster for this pair of schemes: both have one format in ``MEASURED``, at the measured
-    width.
+    """Return whether the kernel was measured to be faster for this pair of schemes.
+
+    That is so if both have one format in ``MEASURED``, at the measured width.
     """
     kinds = _kinds(key_scheme, value_scheme, dim)
     return dim == MEASURED_CHANNELS and len(kinds) == 1 and kinds <= MEASURED.keys()
@@ -272,8 +271,9 @@ def _spans(powers: list[int]) -> list[int]:
 
 
 def _fields(word: str, first: int, tricks: list[BitTrick]) -> list[str]:
-    """Return PTX that extracts a pair of float16 by each of ``tricks``, one from each of the two 16-bit words in register ``word``; output
-    registers are numbered from ``first`` on.
+    """Return PTX that extracts float16 pairs by each of ``tricks``, one number from each of the two 16-bit words in register ``word``.
+
+    ``first``: the number of the first output register.
     """
     lines, source, moved = [], word, 0
     for at, trick in enumerate(tricks):

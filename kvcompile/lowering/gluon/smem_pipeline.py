@@ -12,8 +12,9 @@ from kvcompile.lowering.host.gluon_api import gl, gluon
 
 @gluon.jit
 def plane_offsets(t0, pair, pages, ROW: gl.constexpr, BLOCK: gl.constexpr, C: gl.constexpr):
-    """Return the offset of each warp's part of a tile in a plane, [WARPS] int64; parts past the plane's end are
-    clamped to its last part.
+    """Return the offset of each warp's part of a tile in a plane, [WARPS] int64.
+
+    Parts beyond the plane's end are clamped to its last part.
     """
     share: gl.constexpr = C.page_rows // C.tokens
     # In parts of a page, so that the compiler can infer the offsets' alignment.
@@ -49,8 +50,9 @@ def fetch(slot, t0, pair, pages, planes, rings, KEY: gl.constexpr, VALUE: gl.con
 
 @gluon.jit
 def allocated(KEY: gl.constexpr, VALUE: gl.constexpr, C: gl.constexpr):
-    """Allocate and return the rings: words, scales and zero points of keys, then of values; a ring that the format lacks is replaced by
-    another.
+    """Allocate the rings in shared memory and return them: words, scales and zero points of keys, then of values.
+
+    In place of a ring that the format lacks, another one is returned.
     """
     value_words_type: gl.constexpr = gl.int32 if VALUE.word == 4 else gl.int16
     k_words = gl.allocate_shared_memory(gl.int16, [C.stages, C.warps, C.tokens, KEY.row // 2], unswizzled(3))

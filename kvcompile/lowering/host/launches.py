@@ -108,8 +108,9 @@ class Recorder:
 
 
 def identity(tensor: torch.Tensor) -> int:
-    """Return a key that is equal for tensors with one storage; tensor objects do not serve, as a dispatch mode wraps one tensor several
-    times.
+    """Return a key that is equal for tensors with one storage.
+
+    Tensor objects cannot be compared instead, since a dispatch mode wraps one tensor several times.
     """
     return int(tensor.untyped_storage()._cdata)
 

@@ -28,9 +28,9 @@ class Sizes(Protocol):
         """Return whether ``size`` is ``value`` in every call; False if that is not known."""
 
     def multiple(self, node: Any, count: int) -> bool:
-        """Return whether ``count`` neighbouring elements may be loaded as one word: they are contiguous, and every row is aligned so.
+        """Return whether ``count`` neighbouring elements may be loaded as one word.
 
-        False if that is not known.
+        They may if they are contiguous and every row begins at a multiple of ``count``. False if that is not known.
         """
 
     def pairs_of_rows(self, node: Any) -> bool:

@@ -86,7 +86,9 @@ class PrefillConfig(KernelConfig):
 
     @property
     def operands(self) -> tuple[str, ...]:
-        """Names of the template's inputs, in order. Queries are given as ``normalized`` returns them (Q) if keys are codes, and unchanged
+        """Names of the template's inputs, in order.
+
+        If keys are codes, Q is the queries as ``normalized`` returns them; attention to exact newest tokens then also gets them unchanged
         (Q_RAW).
         """
         key, value = self.slots

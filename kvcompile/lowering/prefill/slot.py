@@ -55,12 +55,11 @@ class Element:
 
 @dataclasses.dataclass(frozen=True)
 class TileSlot:
-    """One slot as the prefill template reads it. An element is one part and byte of a view word, so one channel; dense slots have no
-    elements and are multiplied without decoding.
+    """One slot for the prefill template: an element is one channel, part of one byte of a view word.
 
-    A token has ``words`` words of the view's dtype. A row of ``scales`` scales covers ``block`` tokens, and each element's columns use
-    ``groups`` of them; ``repeated``: all columns use a single one. ``halves``: scales are float16, and stay float16: two multiplications of
-    pairs by powers of two cost as little as one conversion.
+    Dense slots have no elements and are multiplied without decoding. A token has ``words`` words of the view's dtype. A row of ``scales``
+    scales covers ``block`` tokens, and each element's columns use ``groups`` of them; ``repeated``: all columns use a single one.
+    ``halves``: scales are float16, and stay float16: two multiplications of pairs by powers of two cost as little as one conversion.
     """
 
     dim: int
@@ -226,8 +225,9 @@ def _power(exponent: str) -> str:
 
 
 def _joined(pieces: list[str]) -> str:
-    """Return a Triton expression that joins 2^n pieces along n new last axes; the lowest bit of a piece's index is the
-    first of these axes.
+    """Return a Triton expression that joins 2^n pieces along n new last axes.
+
+    The lowest bit of a piece's index is its index along the first of these axes.
     """
     if len(pieces) == 1:
         return pieces[0]
