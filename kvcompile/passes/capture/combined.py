@@ -104,7 +104,7 @@ def _letters(node: fx.Node) -> _Letters | None:
 
 
 def _parts(node: Any, tokens: int) -> list[_SoftmaxTerm] | None:
-    """Return the softmax terms that add up to ``node``; None if it is no such combination. ``tokens``: the dim of cached tokens."""
+    """Return the softmax terms that add up to ``node``; None if it is not such a sum. ``tokens``: the dim of cached tokens."""
     name = op_name(node)
     if not is_tensor(node):
         return None

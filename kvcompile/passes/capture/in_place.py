@@ -35,8 +35,9 @@ PARTS = {"slice_scatter": aten.slice.Tensor, "select_scatter": aten.select.int}
 
 @dataclass(frozen=True)
 class _PartialUpdate:
-    """An out-of-place update that returns ``old`` with one part replaced by ``new``; ``view(old, *where, **named)`` is
-    a view of that part.
+    """An out-of-place update that returns ``old`` with one part replaced by ``new``.
+
+    ``view(old, *where, **named)`` is a view of that part.
     """
 
     old: Any
@@ -81,9 +82,7 @@ Call = Callable[..., fx.Node]
 
 
 def write_in_place(graph: fx.Graph) -> None:
-    """Rewrite, in the graph, every out-of-place update of an input that is copied back into that input as an in-place
-    write to the input.
-    """
+    """Rewrite in the graph every out-of-place update of an input that is copied back into it, as an in-place write to the input."""
     copies = [node for node in graph.nodes if _copies_back(node)]
     effects = analyse(graph) if copies else None
     for copy in copies:

@@ -44,9 +44,7 @@ def nest_joins(graph: fx.Graph) -> None:
 
 
 def _twin(node: fx.Node, effects: Effects) -> fx.Node | None:
-    """Return another concatenation of the last two parts of ``node``; None if there is none, or if ``node`` or the
-    other one is written to.
-    """
+    """Return another concatenation of the last two parts of ``node``; None if there is none, or if either node is written to."""
     first, *rest = bind(node)["tensors"]
     if not all(is_tensor(part) for part in (first, *rest)):
         return None

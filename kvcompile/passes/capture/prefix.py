@@ -21,8 +21,9 @@ aten = torch.ops.aten
 
 
 def join_prefixes(graph: fx.Graph) -> None:
-    """Replace in place every concatenation of a buffer's filled part and new tokens, if these are also written after that part, by a view
-    of the buffer.
+    """Replace each concatenation of a buffer's filled part and new tokens by a view of the buffer, in place.
+
+    It must be a buffer into which the new tokens are also written, right after the filled part.
     """
     joins = [node for node in graph.nodes if _joins(node)]
     effects = analyse(graph) if joins else None

@@ -25,9 +25,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class _Grown:
-    """One entry of a stacked past with new tokens appended: ``past[index]`` along ``dim``, concatenated with ``new``
-    along ``token_dim``.
-    """
+    """One entry of a stacked past with new tokens appended: ``past[index]`` along ``dim``, joined with ``new`` along ``token_dim``."""
 
     past: fx.Node
     dim: int

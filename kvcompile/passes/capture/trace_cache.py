@@ -89,8 +89,9 @@ class TraceCache:
         self.hits = 0
 
     def call(self, kind: str, target: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
-        """Return the result of ``run()``, which calls ``target``; under ``make_fx`` its nodes are recorded, and copied if an equal call was
-        traced.
+        """Return the result of ``run()``, which calls ``target``; record its nodes under ``make_fx``.
+
+        If an equal call was traced before, its nodes are copied and ``run`` is not called.
         """
         proxies = get_proxy_mode()
         if proxies is None or torch.is_grad_enabled():

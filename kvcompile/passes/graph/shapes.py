@@ -65,7 +65,7 @@ def negative(size: Any) -> bool:
 
 
 def fixed_by_guard(size: Any) -> int:
-    """Return a size as in the captured call, and add a guard that keeps it so."""
+    """Return a size's value in the captured call, and add a guard that fixes it to that value."""
     return int(size)
 
 

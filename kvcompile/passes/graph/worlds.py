@@ -216,8 +216,7 @@ def neighbors(guards: Guards, values: Values, symbol: Any) -> Iterator[tuple[Val
 
 
 def moved(guards: Guards, start: Values, avoid: frozenset[int] = frozenset()) -> Values:
-    """Return values, admitted by the guards, in which every symbol of ``start`` has another value; a symbol that cannot be moved keeps its
-    value.
+    """Return values, admitted by the guards, in which every symbol of ``start`` has another value, as far as it can be moved.
 
     Prefers values that differ from those of other symbols, of ``start`` and of ``avoid``: sizes that are equal by chance look alike.
     """

@@ -114,9 +114,7 @@ def agreed(graph: fx.Graph, find: Callable[[], T], node: fx.Node) -> T:
 
 
 def disagreed(graph: fx.Graph, first: Sequence[S], others: Sequence[Sequence[S]]) -> list[S]:
-    """Return the sites of ``first``, found in the capture's world, that are missing or different in one of ``others``, found in other
-    worlds.
-    """
+    """Return the sites of ``first``, found in the captured world, that one of ``others``, found in other worlds, lacks or has different."""
     env = _env(graph)
     elsewhere = [{site.attention.output: facts(site, env) for site in sites} for sites in others]
     return [site for site in first if any(there.get(site.attention.output) != facts(site, env) for there in elsewhere)]

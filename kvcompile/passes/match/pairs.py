@@ -105,7 +105,7 @@ def _alike(key: SlidingCache | None, value: SlidingCache | None) -> bool:
 def check_assembly(attention: Attention, assembly: Assembly) -> tuple[int, int]:
     """Return (query heads, query heads per kv head in the operands) of an attention over a latent's ``Assembly``.
 
-    Raises Miss where its slots differ in kind, batch size or length, or the query heads are no multiple of the kv heads.
+    Raises Miss where its slots differ in kind, batch size or length, or the number of query heads is not a multiple of the kv heads.
     """
     found = [slot for slot in assembly.slots if slot is not None]
     for fact, of in (

@@ -152,8 +152,9 @@ class Attention:
 
 @dataclass(frozen=True)
 class Position:
-    """The positions that new tokens are written to: those in a tensor ([S], or [B, S] with ``rows``), from an offset on, or at the end of
-    ``past``.
+    """The positions that new tokens are written to: in a tensor, from an offset on, or after ``past``.
+
+    A tensor ``index`` is [S], or [B, S] with ``rows``.
     """
 
     index: fx.Node | None = None

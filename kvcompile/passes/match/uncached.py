@@ -47,7 +47,7 @@ class Uncached:
 
 
 def _site(attention: Attention, effects: Effects) -> UncachedSite:
-    """Return the site of one reading of an attention; raises Miss where it is no causal attention over its own tokens."""
+    """Return the site of one reading of an attention; raises Miss if it is not causal or reads other tokens than its own."""
     soundness.private(attention, effects)
     soundness.unchanged_operands(attention, effects)
     attention = without_effect(attention, effects)

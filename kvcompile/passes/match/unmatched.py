@@ -102,7 +102,7 @@ def _miss(product: fx.Node) -> Miss:
 
 
 def _chooses(product: fx.Node) -> bool:
-    """Return whether a product leads to a choice of tokens (top-k, sort): scores that only rank cache entries are no attention."""
+    """Return whether a product leads to a choice of tokens (top-k, sort): scores that only rank cache entries are not an attention."""
     stack, seen = [(product, 0)], set[fx.Node]()
     while stack:
         node, depth = stack.pop()

@@ -15,8 +15,8 @@ from kvcompile.types import PAGE, Role, SlotSpec
 def certifying(policy: Policy, certify: object) -> Policy:
     """Return the policy with ``certify`` set on schemes that have a certificate, and error reports for the others.
 
-    Exact schemes stay unchanged where other layers fall back to dense: they have nothing to fall back to.
-    Raises BadSetting if ``certify`` is no Certify, or a SchemeError if a scheme supports neither.
+    Exact schemes stay unchanged where other layers fall back to dense: they have nothing to fall back to. Raises BadSetting if ``certify``
+    is not a Certify, or a SchemeError if a scheme supports neither.
     """
     if not isinstance(certify, Certify):
         raise BadSetting(setting="certify", expected="a Certify", found=certify)

@@ -320,9 +320,7 @@ def layer_of(path: str, index: int) -> int:
 
 
 def rolls(site: Site) -> int | None:
-    """Return the capacity of a buffer that is no longer than its mask's window, so that its tokens move once it is full; None for other
-    caches.
-    """
+    """Return the capacity of a buffer whose tokens move once it is full, as its mask's window is no shorter; None for other caches."""
     hi, lo, slot = site.bounds.hi, site.bounds.lo, site.key
     if lo is None or not slot.kind.facts.in_place or (hi.kind, hi.node) != (lo.kind, lo.node):
         return None
@@ -344,8 +342,8 @@ def _still(slot: Slot, site: Site) -> bool:
 def _one_length(site: Site) -> None:
     """Guard that a site's queries, its write and the written values have equally many tokens, if they have in this call.
 
-    SDPA asks on a GPU whether lengths are equal when the variant for an empty cache is traced: after Dynamo's guards are fixed. Queries,
-    keys, values and positions have sizes of their own where Dynamo broke the graph in front of the write.
+    SDPA compares lengths on a GPU when the variant for an empty cache is traced: after Dynamo's guards are fixed. Queries, keys, values and
+    positions have sizes of their own where Dynamo broke the graph in front of the write.
     """
     for slot in site.slots:
         write = slot.write

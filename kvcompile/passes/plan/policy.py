@@ -75,7 +75,7 @@ LIKE_KEY_AND_VALUE = ("key", "keys", "value", "values", "k_cache", "v_cache", "k
 def pair_of(choice: object) -> Pair:
     """Return a pair for a text (``schemes.pairs``), a Scheme, a Pair, or a mapping with ``k`` and ``v``.
 
-    Raises BadPolicy for another object, UnknownKeyOrValue for a mapping with other keys, and a SchemeError for a text that is no scheme.
+    Raises BadPolicy for another object, UnknownKeyOrValue for a mapping with other keys, and a SchemeError for a text that is not a scheme.
     """
     if isinstance(choice, Pair):
         return choice
@@ -100,7 +100,7 @@ def _names_halves(choice: Mapping[object, object]) -> bool:
 def policy_of(choice: object) -> Policy:
     """Return the policy for the argument of ``backend(scheme=...)``.
 
-    Raises BadPolicy for an empty mapping, LayerByNumber for a key that is no text, and what ``pair_of`` raises.
+    Raises BadPolicy for an empty mapping, LayerByNumber for a key that is not a text, and the errors of ``pair_of``.
     """
     if isinstance(choice, Policy):
         return choice

@@ -92,10 +92,9 @@ class Appends:
     def _stored(
         self, emit: Emitter, slot: SlotPlan, tokens: fx.Node, position: fx.Node
     ) -> tuple[fx.Node, Emitter, fx.Node, fx.Node | None]:
-        """Return tokens in the form that the store keeps (RoPE undone, rotated), with the emitter, positions and row origins of their
-        append.
+        """Return (tokens as the store keeps them, emitter, positions, row origins) for an append of ``tokens``.
 
-        The row origins are None if positions are counted from 0.
+        The store may keep keys with RoPE undone, and channels rotated. The row origins are None if positions are counted from 0.
         """
         origin = None
         if slot.knows_padding:

@@ -102,8 +102,9 @@ def _same(a: Slot, b: Slot) -> bool:
 
 
 def _side_by_side(emit: Emitter, runs: list[tuple[int, int, fx.Node]], width: int) -> fx.Node:
-    """Emit one operand of ``width`` channels from ``runs`` of (first channel, channels, values); zero elsewhere, overlapping runs are
-    added.
+    """Emit one operand of ``width`` channels from ``runs`` of (first channel, number of channels, values).
+
+    Other channels are zero; overlapping runs are added.
     """
     runs = sorted(runs, key=lambda run: run[:2])
     ends = [0, *[first + size for first, size, _ in runs]]

@@ -1,4 +1,4 @@
-"""Masks: the operands of ``attend`` for mask terms that are no position arithmetic, and for learned sinks."""
+"""Masks: the operands of ``attend`` for mask terms that are not position arithmetic, and for learned sinks."""
 
 from __future__ import annotations
 

@@ -88,8 +88,9 @@ def _next(node: fx.Node) -> fx.Node:
 
 
 def _keeps(node: fx.Node, name: str) -> bool:
-    """Return whether the operator ``name`` of a node returns its weights unchanged, or with zeros in place of NaN (a query that sees no
-    token).
+    """Return whether the operator ``name`` of a node returns its weights unchanged, or with zeros in place of NaN.
+
+    NaN are the weights of a query that sees no token.
     """
     if name == "dropout":
         return bool(node.args[1] == 0.0 or not node.args[2])
@@ -110,8 +111,7 @@ def _drops_sinks(node: fx.Node, state: Scores) -> bool:
 
 
 def made_of(roots: Iterable[fx.Node], chain: Iterable[fx.Node]) -> Iterator[fx.Node]:
-    """Yield, in graph order, the nodes outside of ``chain`` that are computed from a node of ``chain`` and that ``roots`` are computed
-    from.
+    """Yield, in graph order, the nodes outside of ``chain`` that lie between ``chain`` and ``roots`` in the dataflow.
 
     For example, the nodes of a mask that is computed from the scores.
     """

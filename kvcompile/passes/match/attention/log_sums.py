@@ -23,8 +23,9 @@ from kvcompile.passes.match.sites import MaskKind
 
 @dataclass(frozen=True)
 class Rescaled:
-    """An attention's result times sigmoid(log-sum - sinks): the product's node (``output``), the sinks with their dims, and all nodes
-    between.
+    """An attention's result times sigmoid(log-sum - sinks).
+
+    ``output``: the node of the product; the sinks with their dims; and all nodes between the attention and the product.
     """
 
     output: fx.Node

@@ -35,7 +35,7 @@ from kvcompile.passes.match.sites import Attention, MaskKind, MaskTerm, Miss, Ze
 def _chain(scores: fx.Node) -> tuple[Product, list[tuple[fx.Node, fx.Node]]]:
     """Return the product that a softmax's scores come from, and the steps between, each with its operand that carries the scores.
 
-    Raises Miss at a node that is no known step.
+    Raises Miss at a node that is not a known step.
     """
     steps: list[tuple[fx.Node, fx.Node]] = []
     node = scores
@@ -56,8 +56,9 @@ def _chain(scores: fx.Node) -> tuple[Product, list[tuple[fx.Node, fx.Node]]]:
 
 
 def recognise(node: fx.Node) -> Attention | None:
-    """Return the attention around the softmax that ``node`` completes; None without a softmax, raises Miss if the steps around it are
-    unknown.
+    """Return the attention around the softmax that ``node`` completes; None if there is no softmax.
+
+    Raises Miss if the steps around it are unknown.
     """
     found = weights.read(node)
     if found is None:

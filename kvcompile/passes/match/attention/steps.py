@@ -106,7 +106,7 @@ class Scores:
 
 
 def scores_operand(node: fx.Node) -> fx.Node | None:
-    """Return the operand of a step that carries the scores (of ``where``, the branch that is no constant); None for other nodes."""
+    """Return the operand of a step that carries the scores (of ``where``, the branch that is not a constant); None for other nodes."""
     name = op_name(node)
     if name == "where":
         branches = [item for item in node.args[1:3] if is_tensor(item) and constant(item) is None]
@@ -141,8 +141,9 @@ def _reaches_product(node: object, depth: int = 24) -> bool:
 
 
 def _scaled(state: Scores, node: fx.Node, factor: float) -> None:
-    """Multiply the scores by a number; raises Miss after a softcap, or if the product would make an earlier mask too
-    weak to hide tokens.
+    """Multiply the scores by a number.
+
+    Raises Miss after a softcap, or if the product would make an earlier mask too weak to hide tokens.
     """
     if state.capping:
         if state.masks:

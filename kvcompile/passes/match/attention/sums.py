@@ -63,7 +63,7 @@ def beside(item: Summand, first: Product, tokens: str, naming: Naming) -> Second
     """Return ``item``, a second product added to the scores, as its query and key operands with the role of each dim.
 
     Roles are those that ``naming`` gives to the dims of the scores; ``tokens`` is the letter of the cached tokens in ``first``, the first
-    product. Raises Miss if ``item`` is no product of queries and keys.
+    product. Raises Miss if ``item`` is not a product of queries and keys.
     """
     names = {letter: naming.names.get(first.letters[at], "") for at, letter in enumerate(item.product.letters)}
     names |= {_contracted(item.product)[0]: "D", "": ""}

@@ -131,8 +131,9 @@ LEAST_SUM = 0.5
 
 @dataclass(frozen=True)
 class _Total:
-    """The divisor of exponentials: ``sum`` plus ``epsilon``, or clamped to at least ``floor``; ``nodes`` are the sum and the steps after
-    it.
+    """The divisor of exponentials: ``sum``, plus ``epsilon``, or clamped to at least ``floor``.
+
+    ``nodes``: the sum and the steps after it.
     """
 
     sum: fx.Node
@@ -142,7 +143,7 @@ class _Total:
 
 
 def _total(node: Any) -> _Total | None:
-    """Return a divisor that is a sum, plus an epsilon or with a floor; None where it is no sum."""
+    """Return a divisor that is a sum, plus an epsilon or with a floor; None for other divisors."""
     nodes: list[fx.Node] = []
     epsilon = floor = 0.0
     while isinstance(node, fx.Node) and (name := op_name(node)) != "sum":

@@ -1,4 +1,4 @@
-"""Advice: the refusals of operands that are no plain view of a cache, with code that the author could write instead."""
+"""Advice: the refusals of operands that are not plain views of a cache, with code that the author could write instead."""
 
 from __future__ import annotations
 

@@ -33,8 +33,9 @@ class Index:
 
 @dataclass(frozen=True)
 class Gathered:
-    """A gather with the elements that sampled results read: its source, its indices, and coordinates along the source's other dims
-    (``through``).
+    """A gather with the elements of its source that sampled results read: the source, its indices, and ``through``.
+
+    ``through``: the coordinates along the source's dims that are not indexed.
     """
 
     node: fx.Node
@@ -148,6 +149,6 @@ GATHERS: dict[str, Callable[[fx.Node, Coords], Gathered | None]] = {
 
 
 def gathered(node: fx.Node, coords: Coords) -> Gathered | None:
-    """Return the source elements that sampled results of a gather read; None where ``node`` is no gather that is understood."""
+    """Return the source elements that sampled results of a gather read; None if ``node`` is not a known gather."""
     handler = GATHERS.get(op_name(node))
     return handler(node, coords) if handler is not None else None

@@ -44,9 +44,7 @@ OTHER_ORDER = "the attention gathers from a copy of the cache whose slots are in
 
 
 def find(trail: Trail, read: Read, attention: fx.Node, effects: Effects) -> Slot | None:
-    """Return the slot of the paged cache whose gather ends a trail, None without a gather; raises Miss for a gather
-    that is not understood.
-    """
+    """Return the slot of the paged cache whose gather ends a trail, None without a gather; raises Miss for an unknown gather."""
     taken = gathered(trail.base, trail.there)
     if taken is None:
         return None

@@ -156,10 +156,9 @@ class _Form:
         return tuple(role if size > 1 else "" for role, size in zip(mine, sizes(index), strict=True))
 
     def _dims(self, here: Coords, there: Coords, weights: tuple[int, ...]) -> tuple[tuple[str, ...], dict[int, tuple[int, int]]]:
-        """Return every written dim's role, and {written dim: (root dim, index)} for written dims of size one at a selected index of the
-        root.
+        """Return (the role of every written dim, {written dim: (root dim, index)} for dims at a selected index of the root).
 
-        Raises Miss where the write covers some heads or channels only.
+        The dims of the second result have size one. Raises Miss if the write covers only some heads or channels.
         """
         head, channel, channels = self._columns(there)
         chosen = dict(self.axes.select)

@@ -23,7 +23,7 @@ ADVICE = "expand one position a token (or a row and token) to the values' shape,
 
 
 def scatter(node: fx.Node, root: fx.Node) -> Write:
-    """Return the write of a scatter node; raises Miss where its index is no broadcast of positions."""
+    """Return the write of a scatter node; raises Miss if its index is not a broadcast of positions."""
     arguments = bind(node)
     dest, index, values = arguments["self"], arguments["index"], arguments.get("src")
     if arguments.get("reduce") or not is_tensor(values):

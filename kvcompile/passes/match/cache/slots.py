@@ -60,7 +60,7 @@ def _through_writes(node: fx.Node, join: fx.Node | None = None) -> Trail:
 
 
 def _resume(node: fx.Node, trail: Trail) -> Trail:
-    """Return the trail that goes on from ``node`` with the coordinates at which ``trail`` ended."""
+    """Return the trail that continues from ``node`` with the coordinates at which ``trail`` ended."""
     coords, path = trail.there, []
     while not written_arguments(node):
         moved = step(node, coords, scales=True)
@@ -178,8 +178,9 @@ def find(operand: fx.Node, roles: tuple[str, ...], attention: fx.Node, effects: 
 
 
 def at(trail: Trail, read: Read, attention: fx.Node, effects: Effects) -> Slot:
-    """Return the slot of the sliding, paged or linear cache at the end of a trail; raises NoCache if no cache is there, Miss if not
-    supported.
+    """Return the slot of the sliding, paged or linear cache at the end of a trail.
+
+    Raises NoCache if there is no cache, and Miss for a cache that is not supported.
     """
     if "T" not in read.roles:
         raise Miss(
@@ -222,7 +223,7 @@ def behind(trail: Trail, read: Read, attention: fx.Node, effects: Effects) -> Sl
 
 
 def _grown_later(past: fx.Node, trail: Trail, read: Read, effects: Effects) -> Slot | None:
-    """Return the slot of a past that attention reads before new tokens are concatenated to it; None where ``past`` is no such past.
+    """Return the slot of a past that attention reads before new tokens are concatenated to it; None if ``past`` is not concatenated.
 
     The concatenation is returned, and the next call is the first to read the new tokens.
     """
@@ -238,8 +239,9 @@ def _grown_later(past: fx.Node, trail: Trail, read: Read, effects: Effects) -> S
 
 
 def _only_read(root: fx.Node, trail: Trail, read: Read) -> Slot:
-    """Return the slot of a cache that this graph reads and does not write, as in cross-attention; raises Miss if only
-    part of it is read.
+    """Return the slot of a cache that this graph reads and does not write, as in cross-attention.
+
+    Raises Miss if only part of it is read.
     """
     tokens, count = trail.here[:, read.roles.index("T")], read.shape[read.roles.index("T")]
     dims = [dim for dim, size in enumerate(sizes(root)) if (trail.there[:, dim] == tokens).all() and size == count]

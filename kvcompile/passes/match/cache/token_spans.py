@@ -166,7 +166,7 @@ class SpanTracer:
         return plain(start), count
 
     def _written(self, node: fx.Node, line: list[TokenSpan], time: int) -> list[TokenSpan]:
-        """Return the spans of a tensor that is no view, updated by the writes into it that come before index ``time`` of the graph."""
+        """Return the spans of a tensor that is not a view, updated by the writes into it that come before index ``time`` of the graph."""
         order = self.effects.order
         later = [(order[write], write, target) for write, target in self.writes if same_memory(target, node)]
         for at, write, target in sorted(later, key=lambda item: item[0]):
@@ -265,8 +265,9 @@ def _number(item: Any) -> Any:
 
 
 def _between(line: list[TokenSpan], start: Any, end: Any) -> list[TokenSpan]:
-    """Return the spans from index ``start`` to ``end`` of a sequence; raises Unknown if symbolic sizes do not show
-    which spans these are.
+    """Return the spans from index ``start`` to ``end`` of a sequence.
+
+    Raises Unknown if symbolic sizes do not show which spans these are.
     """
     found: list[TokenSpan] = []
     at: Any = 0

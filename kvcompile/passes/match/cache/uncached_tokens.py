@@ -17,7 +17,7 @@ def without_cache(operand: fx.Node, roles: tuple[str, ...], effects: Effects) ->
     """Return, as a slot, the new tokens of which an attention operand is a view, in a graph without a cache.
 
     The slot's root is the computed tensor, or its first view that has separate dims for tokens and batch rows: one projection may compute
-    queries, keys and values of all rows. Raises Miss where there is no such tensor, or where something writes to it.
+    queries, keys and values of all rows. Raises Miss if no tensor holds them in this way, or if something writes to it.
     """
     if "T" not in roles:
         raise Miss("what the attention's weights are multiplied with has no dim of tokens", operand)

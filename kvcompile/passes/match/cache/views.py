@@ -72,7 +72,7 @@ class ViewRegion:
 
 
 def region(dest: fx.Node, root: fx.Node) -> ViewRegion:
-    """Return the region of ``root`` that a view covers; raises Miss where that is no block."""
+    """Return the region of ``root`` that a view covers; raises Miss if the covered elements are not a block."""
     dims, fixed, offsets = along(dest, root)
     bounds = {dim: (offsets[dim], sizes(dest)[d]) for d, dim in dims.items()}
     return ViewRegion(dims, {**bounds, **{dim: (index, 1) for dim, index in fixed.items()}})
@@ -81,8 +81,7 @@ def region(dest: fx.Node, root: fx.Node) -> ViewRegion:
 def rows_of(
     dest: fx.Node, root: fx.Node, dims: dict[int, int], offsets: dict[int, int], token_dim: int, ranged: bool = False,
 ) -> FirstRows | None:
-    """Return the first entries of one dim to which a view of the cache is limited; None if it covers every dim other than the tokens' in
-    full.
+    """Return the first entries of one dim to which a view of the cache is limited; None if it is limited in no dim but the tokens'.
 
     ``ranged``: the view is a range of tokens. Raises Miss if it is limited in several dims, or to entries other than the first.
     """

@@ -197,7 +197,7 @@ RECOGNISERS: dict[Kind, Callable[[fx.Node, fx.Node], Write]] = {
 
 
 def in_place(node: fx.Node, root: fx.Node, tokens: frozenset[int] = frozenset()) -> Write:
-    """Return the write of an in-place node to ``root``; raises Miss where it is no known write.
+    """Return the write of an in-place node to ``root``; raises Miss for an unknown write.
 
     ``tokens``: the root's dims that the attention's tokens may run along, which a range alone does not show; empty where unknown.
     """

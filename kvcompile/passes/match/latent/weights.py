@@ -45,7 +45,7 @@ def _one_block(forms: tuple[WeightDim, ...], shape: tuple[int, ...], heads: int,
 
 
 def _form(column: np.ndarray, head: np.ndarray, channel: np.ndarray) -> WeightDim | None:
-    """Return coordinates ``column`` as a * head + b * channel + c; None if they are no such linear form."""
+    """Return coordinates ``column`` as a * head + b * channel + c; None if they are not linear."""
     rows = np.stack([head, channel, np.ones_like(head)], axis=1).astype(float)
     found, *_ = np.linalg.lstsq(rows, column.astype(float), rcond=None)
     a, b, c = (round(float(value)) for value in found)

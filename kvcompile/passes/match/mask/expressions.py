@@ -148,8 +148,9 @@ def _truth(expr: Expr) -> Expr:
 
 
 def _choice(condition: Expr, yes: Expr, no: Expr) -> Expr:
-    """Return ``where(condition, yes, no)``; simplified to the condition, or to its negation, if the branches are the
-    numbers one and zero.
+    """Return ``where(condition, yes, no)``.
+
+    If the branches are the numbers one and zero, it is simplified to the condition, or to its negation.
     """
     if yes.op == no.op == "num" and (yes.number, no.number) in {(1.0, 0.0), (0.0, 1.0)}:
         return condition if yes.number else Expr("not", (condition,))
@@ -302,7 +303,7 @@ MOVES: dict[Kind, Callable[[fx.Node, Coords], Coords]] = {
 
 
 def _gathered(node: fx.Node, coords: Coords) -> Expr:
-    """Return an element that is indexed by integer tensors in all dims; raises _NotExpressible where an index is no linear form."""
+    """Return an element that is indexed by integer tensors in all dims; raises _NotExpressible if an index is not linear."""
     arguments = bind(node)
     source, indices = arguments["self"], list(arguments["indices"])
     if any(index is None for index in indices) or len(indices) != len(sizes(source)):

@@ -41,7 +41,7 @@ MIRRORED = {"le": "ge", "ge": "le", "lt": "gt", "gt": "lt"}
 
 
 class _Carried(Exception):
-    """Raised where a conjunct is no arithmetic on positions: its term stays a tensor."""
+    """Raised for a conjunct that is not arithmetic on positions: its term stays a tensor."""
 
 
 def negated(expr: Expr) -> Expr:
@@ -292,9 +292,9 @@ def normalise(attention: Attention, effects: Effects) -> Bounds:
 
 
 def conditions(term: MaskTerm) -> list[Expr] | None:
-    """Return all conditions under which a mask shows a token, over axes named by roles; None for a mask that surely hides no token.
+    """Return all conditions under which a mask shows a token, over axes named by roles; None for a mask that may hide no token.
 
-    Biases are such masks, and masks that replace scores by a finite number.
+    Biases, and masks that replace scores by a finite number, do not surely hide a token.
     """
     if term.fill != -math.inf:
         return None

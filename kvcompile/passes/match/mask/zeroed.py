@@ -69,8 +69,7 @@ def without_effect(attention: Attention, effects: Effects) -> Attention:
 
 
 def _excluding(term: MaskTerm, zeros: set[Expr]) -> MaskTerm:
-    """Return a mask that fills scores with a finite number like -1e9 as one that fills with -inf, if weights after the softmax are zeroed
-    too.
+    """Return a mask that fills with a finite number like -1e9 as one that fills with -inf, if the softmax's weights are zeroed too.
 
     Other masks are returned unchanged. The zeros show that such tokens must be hidden; their part of the sum of weights is e^(-1e9 - the
     largest score), which is zero.

@@ -37,7 +37,7 @@ Read = tuple[AngleStep, list[np.ndarray]]
 
 
 def changed(why: str, node: fx.Node) -> Miss:
-    """Return the Miss of angles that are no function of the position."""
+    """Return the Miss of angles that are not functions of the position."""
     return Miss(f"the angles of the rotation are not a function of the token's position: {why}", node)
 
 
@@ -108,8 +108,9 @@ class Reader:
         return AngleStep("arange", (start, end, by, value_of(node).dtype)), [coords[:, 0]]
 
     def _integer(self, node: fx.Node, coords: Coords, rows: np.ndarray) -> Read:
-        """Return an integer value as the position that it equals; raises Miss if its value for a token depends on other tokens or on their
-        number.
+        """Return an integer value as the position that it equals.
+
+        Raises Miss if its value for a token depends on other tokens or on their number.
         """
         while (moved := step(node, coords)) is not None:
             node, coords = moved
@@ -157,7 +158,7 @@ class Reader:
         return found, [] if along is None else [coords[:, along]]
 
     def _looked_up(self, node: fx.Node, coords: Coords, rows: np.ndarray, part: ComplexPart) -> Read | None:
-        """Return a table's row at the position; None where ``node`` is no look-up.
+        """Return a table's row at the position; None if ``node`` is not a look-up.
 
         The row is gathered, or a slice takes as many rows as there are tokens. Raises Miss for a row at anything but the position.
         """
@@ -296,10 +297,9 @@ class Reader:
 
 
 def _cast(found: Read, before: fx.Node | None, after: fx.Node) -> Read:
-    """Return ``found``, the value of node ``before``, cast to the dtype of node ``after`` if that differs; ``before``
-    None: the position.
+    """Return ``found``, the value of node ``before``, cast to the dtype of node ``after`` if that differs.
 
-    Raises Miss for a cast to a complex dtype.
+    ``before`` None: ``found`` is the position. Raises Miss for a cast to a complex dtype.
     """
     dtype = value_of(after).dtype
     if before is None and not dtype.is_floating_point:

@@ -139,8 +139,7 @@ class _Expansion:
         return _Piece(source, broadcast(source, piece.coords), piece.rows, piece.part, sign)
 
     def origin(self, piece: _Piece, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return (base, element of the base, sign) for each of ``count`` samples, [count] each: the element from which a piece's sample was
-        moved.
+        """Return, for each of ``count`` samples, the element that a piece's sample was moved from: (base, element, sign), [count] each.
 
         ``base`` is an index into ``bases``, the values at which pieces end upstream; it is -1 for samples that the piece does not have.
         """
@@ -281,7 +280,7 @@ def _factors(expansion: _Expansion, base: int, pairs: list[list[tuple[_Product, 
 
 
 def _rotation(factors: _Factors, token: np.ndarray, outer: int, width: int, slot: Slot, effects: Effects) -> KeyRope:
-    """Return the rotation that consists of these factors; raises Miss if they pair channels in a way that is no known rotation."""
+    """Return the rotation that consists of these factors; raises Miss if they pair channels as no known rotation does."""
     for interleaved in (False, True):
         for direction in (1, -1):
             first = _cosines(factors, width, interleaved, direction)
