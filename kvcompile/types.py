@@ -81,7 +81,7 @@ class PlaneSpec:
 
     ``rows`` rows hold one page of tokens. A plane that does not grow (N = 1: a window, a codebook, a query subspace) has as many rows as it
     needs, and B = 1 if all batch rows share it.
-    ``extent``: what N grows with.
+    ``extent``: the quantity that N grows with.
     ``host``: kept in pinned host memory if the store is on a CUDA device; the device reads and writes it there.
     ``tally``: written by attention and taken by no append. These planes come last in a layout.
     ``originals``: holds tokens in full precision, as the model computed them.
@@ -119,8 +119,9 @@ class PlaneSpec:
         vars(self).update(("exact_first" if name == "early" else name, value) for name, value in state.items())
 
     def shape(self, pages: Any, batch: Any, heads: Any) -> tuple[Any, Any, Any, int, int]:
-        """Return the shape to allocate for ``pages`` pages, [N, B, K, rows, width]; N = 0 for planes whose size the
-        store decides itself.
+        """Return the shape to allocate for ``pages`` pages, [N, B, K, rows, width].
+
+        N is 0 for planes whose size the store decides itself.
         """
         n = pages if self.extent is Extent.TOKENS else 0 if self.extent is Extent.STORE else 1
         return self.shape_of(n, batch, heads)

@@ -65,8 +65,9 @@ class Refused:
 
 @dataclass(frozen=True)
 class GraphSection:
-    """One graph of the page: its rows of rewritten sites, refused attentions and kernels; ``found``: whether details of the graph were
-    available.
+    """One graph of the page: its rows of rewritten sites, its refused attentions and its kernels.
+
+    ``found``: whether details of the graph were available.
     """
 
     graph: GraphReport

@@ -27,8 +27,9 @@ the moves of a graph's layers are spread, so that no single step does all of the
 
 
 class Due(enum.Enum):
-    """The time at which widths must be decided again: not yet; after this step, to be applied some steps later; or now, as too many tokens
-    wait.
+    """The time at which widths must be decided again.
+
+    Not yet; after this step, with the moves applied some steps later; or now, as too many tokens wait.
     """
 
     NOT = "not yet"
@@ -65,7 +66,7 @@ class PendingNumbers:
 
 @dataclass(frozen=True)
 class Churn:
-    """Counts of what reallocations changed: how often, and how many tokens.
+    """Counts of reallocations and of the tokens that they changed.
 
     ``allocations``: reallocations. ``moved``: encoded tokens whose keys or values changed width; ``promoted``: those that became wider.
     ``refused``: promotions refused because no full-precision copy was kept.
@@ -96,8 +97,8 @@ class StoredLayer:
 class StoredTokens:
     """The tokens of one live store, ``count`` of each row. The next step changes its planes: read it before.
 
-    ``first``: the position where planes that grow begin. ``path``: the module path of an attention that reads the store.
-    ``churn``: counts of what reallocations changed; keys carry them, values have zeros.
+    ``first``: the position where planes that grow begin. ``path``: the module path of an attention that reads the store. ``churn``: counts
+    of the changes by reallocations; set for keys, zero for values.
     """
 
     scheme: Adaptive
@@ -127,7 +128,7 @@ class StoredTokens:
 
 @dataclass(frozen=True)
 class Reallocated:
-    """The planes of keys and values after a reallocation, and counts of what it changed."""
+    """The planes of keys and values after a reallocation, and counts of its changes."""
 
     keys: Planes
     values: Planes

@@ -155,8 +155,9 @@ class Scheme(abc.ABC):
         """
 
     def planes_read(self, slot: SlotSpec) -> int:
-        """Return the number of leading planes that attention reads; it exceeds the number that a kernel decodes if full-precision planes
-        are among them.
+        """Return the number of leading planes that attention reads.
+
+        It exceeds the number that a kernel decodes if full-precision planes are among them.
         """
         return self.format(slot).planes
 
@@ -183,8 +184,9 @@ class Scheme(abc.ABC):
 
     @classmethod
     def named(cls) -> dict[str, dict[str, object]]:
-        """Return the scheme's settings that have names, such as those of its paper's tables, as {name: options}; each name begins with the
-        scheme's name and a hyphen.
+        """Return the scheme's named settings, such as those of its paper's tables, as {name: options}.
+
+        Each name begins with the scheme's name and a hyphen.
         """
         return {}
 
@@ -209,30 +211,25 @@ class Scheme(abc.ABC):
         return 1
 
     def minmax(self, head_dim: int) -> MinMax | None:
-        """Return the parameters by which a kernel encodes rows of ``head_dim`` channels bit for bit as ``encode``;
-        None if no kernel may.
-        """
+        """Return the rule by which a kernel encodes rows of ``head_dim`` channels as ``encode``, bit for bit; None if no kernel may."""
         del head_dim
         return None
 
     def absmax(self, head_dim: int) -> AbsMax | None:
-        """Return the parameters by which a kernel encodes rows of ``head_dim`` channels with scales of largest magnitudes; None if no
-        kernel may.
+        """Return the rule by which a kernel encodes rows of ``head_dim`` channels by largest magnitudes; None if no kernel may.
 
-        Such schemes have neither zero points nor blocks.
+        Schemes with a rule have neither zero points nor blocks.
         """
         del head_dim
         return None
 
     def bins(self, head_dim: int) -> Bins | None:
-        """Return the parameters by which a kernel encodes rows of ``head_dim`` channels with thresholds from a plane; None if no kernel
-        may.
-        """
+        """Return the rule by which a kernel encodes rows of ``head_dim`` channels by thresholds in a plane; None if no kernel may."""
         del head_dim
         return None
 
     def static(self, head_dim: int) -> Static | None:
-        """Return the parameters by which a kernel encodes rows of ``head_dim`` channels with scales from a plane; None if no kernel may."""
+        """Return the rule by which a kernel encodes rows of ``head_dim`` channels by scales in a plane; None if no kernel may."""
         del head_dim
         return None
 

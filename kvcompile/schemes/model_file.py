@@ -51,9 +51,7 @@ Declare = Callable[[Mapping[str, str], list[str]], Mapping[str, Entry]]
 
 @dataclass(frozen=True)
 class ModelFile:
-    """A kind of file: the mark that identifies it, what it holds (for messages), the error for a bad file, and advice on how to get a good
-    one.
-    """
+    """A kind of file: the mark that identifies it, a name for its contents, the error for a bad file, and advice on getting a good one."""
 
     mark: str
     holds: str

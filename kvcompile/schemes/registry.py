@@ -51,7 +51,10 @@ GROUP = "kvcompile.schemes"
 
 @functools.cache
 def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
-    """Return the entry points of other packages' schemes by name; one with the name of a scheme of ours is left out, with a warning."""
+    """Return the entry points of other packages' schemes by name, without those that have the name of a scheme of kvcompile.
+
+    Logs a warning for each that is left out.
+    """
     found = {}
     for point in importlib.metadata.entry_points(group=GROUP):
         if point.name in PLACES:

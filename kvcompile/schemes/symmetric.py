@@ -186,8 +186,9 @@ class Symmetric(Windowed, LowBit):
 
     @property
     def per_scale(self) -> sympy.Expr:
-        """Largest error of a channel as a multiple of its stored scale, float32 rounding of x / scale and of code * scale included (2 units
-        at qmax).
+        """The largest error of a channel as a multiple of its stored scale.
+
+        It includes the float32 rounding of x / scale and of code * scale, 2 units at qmax.
         """
         return self.reach + sympy.Float(self.qmax * 2.0**-22)
 

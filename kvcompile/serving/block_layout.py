@@ -69,7 +69,7 @@ class BlockLayout:
         """Return the layout of blocks of ``page`` tokens for ``scheme``, or for ``scheme`` for keys and ``values`` for values.
 
         The schemes are objects or texts. ``value_dim``: channels of a value, None for ``head_dim``; ``dtype``: the model's dtype. Raises a
-        SchemeError for a text that is no scheme, and the errors of ``BlockLayout``.
+        SchemeError for a text that is not a scheme, and the errors of ``BlockLayout``.
         """
         given = (scheme, scheme if values is None else values)
         key, value = (parse(each) if isinstance(each, str) else each for each in given)

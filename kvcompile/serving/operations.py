@@ -1,10 +1,10 @@
 """The operations on a pool of blocks, with their eager bodies: append encodes tokens into a pool, attend reads rows of its blocks.
 
-``kvcompile::paged_append``  encodes new tokens and writes codes and scales into slots of a pool. ``kvcompile::paged_attend``  attends over
-the codes of rows that lie scattered in the blocks of a pool.
+``kvcompile::paged_append``  encodes new tokens and writes codes and scales into slots of a pool.
+``kvcompile::paged_attend``  attends over the codes of rows, whose blocks may lie anywhere in the pool.
 
-Both are made of ``encode`` and of ``kvcompile::attend``'s body: there is one definition of the numerics. Nothing in them waits for a GPU.
-On CUDA, ``kernels`` runs kernels in their place.
+Both are made of ``encode`` and of ``kvcompile::attend``'s body: there is one definition of the numerics. Neither waits for a GPU. On CUDA,
+``kernels`` runs kernels in their place.
 
 Operands
     k, v         new keys [T, K, D] and values [T, K, Dv], in the model's dtype

@@ -72,10 +72,9 @@ def nan_that_is_attended_to_comes_out(scheme: Scheme) -> None:
 
 
 def _spoils(problem: Problem, role: Role, poison: float, sinks: torch.Tensor | None) -> None:
-    """Set the key or value two positions before the end to ``poison``, in ``problem``; report if the results of the last queries stay
-    finite.
+    """Set the key or value two positions before the end to ``poison``, and check that the last queries' results are not finite.
 
-    For keys, the results of the first two queries, which do not see that token, must stay finite.
+    Raises Unlike. For keys, the results of the first two queries, which do not see that token, must stay finite. Changes ``problem``.
     """
     planes, scheme = (problem.k_planes, problem.keys) if role is Role.KEY else (problem.v_planes, problem.values)
     x = torch.full((problem.batch, problem.kv_heads, 1, problem.width), poison, device="cpu")

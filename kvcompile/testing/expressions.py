@@ -93,9 +93,7 @@ def compiled(source: str) -> ctypes.CDLL:
 
 @law(Over.DEFAULT, "write `unpack` with >> << & | ^ + - *, .to and .view alone, the same whatever tensor it is given")
 def printed_expressions_equal_unpack(scheme: Scheme) -> None:
-    """Check that C++ code printed from ``unpack`` returns the values of ``unpack`` for all tried words, and that Triton code can be
-    printed.
-    """
+    """Check that C++ printed from ``unpack`` returns the values of ``unpack`` for all tried words, and that Triton can be printed."""
     found = formats(scheme)
     for fmt in found:
         for part in range(fmt.parts):

@@ -110,7 +110,7 @@ def bounded(scheme: Scheme) -> bool:
 def known(scheme: type[Scheme]) -> Iterator[None]:
     """Register a scheme's class under its name for a ``with`` block, so that operations can parse it; then restore the registry.
 
-    Raises BadScheme for an object that is no such class.
+    Raises BadScheme if the object's class is not a scheme class.
     """
     if not (isinstance(scheme, type) and issubclass(scheme, Scheme)):
         raise BadScheme(expected="a class that derives from kvcompile.Scheme", found=scheme)

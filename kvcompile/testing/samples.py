@@ -62,8 +62,9 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> to
 
 
 def unwritten(scheme: Scheme, spec: SlotSpec, plane: PlaneSpec, pages: int, batch: int) -> torch.Tensor:
-    """Return a plane as if nothing was ever written: NaN if the dtype has it, else a byte pattern; planes that are
-    calibrated are filled.
+    """Return a plane in which nothing was ever written: NaN if the dtype has it, else a byte pattern.
+
+    Planes that are calibrated are filled.
     """
     shape = plane.shape(pages, batch, spec.heads)
     if plane.constant:

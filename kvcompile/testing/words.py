@@ -1,4 +1,4 @@
-"""Laws of a scheme's text: what ``spec`` writes is read back, a plain name is the default, and wrong text is refused."""
+"""Laws of a scheme's text: ``parse`` reads back the text of ``spec``, a plain name is the default, and wrong text is refused."""
 
 from __future__ import annotations
 

@@ -90,8 +90,9 @@ def _constant_limit(whole: Outline) -> int:
 
 
 def _moves(whole: Outline) -> bool:
-    """Return whether a symbol of the program can take other values than in the first step: a verdict on that step then
-    proves too little.
+    """Return whether a symbol of the program can take other values than in the first step.
+
+    A verdict on that step alone then proves too little.
     """
     part = plain(cut(whole), torch.float32)
     covered = Coverage(part)

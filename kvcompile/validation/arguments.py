@@ -113,8 +113,7 @@ class Arguments(Candidates):
         return False
 
     def hostile(self, made: list[Any], masks: Sequence[int], moment: TrialCall) -> list[Any]:
-        """Return the arguments with each mask among ``masks`` (indices) replaced by one of unusual values, if the call stays possible with
-        it.
+        """Return the arguments with unusual values in each of ``masks`` (indices) for which the call stays possible.
 
         The new tokens of a row stay as visible as before, so no query loses all tokens that it sees.
         """
@@ -129,8 +128,9 @@ class Arguments(Candidates):
         return made
 
     def changed(self, mask: torch.Tensor, moment: TrialCall) -> torch.Tensor:
-        """Return a mask argument [..., T] like ``mask`` but with unusual values: more past tokens hidden, other integers, other numbers
-        added.
+        """Return a mask like the argument ``mask`` [..., T], with unusual values.
+
+        More past tokens are hidden, integers are others than 0 and 1, and other numbers are added.
         """
         old = torch.arange(mask.shape[-1], device="cpu") < moment.start
         if mask.dtype is torch.bool:
@@ -185,8 +185,9 @@ class Arguments(Candidates):
         return torch.equal(flat.view(wanted.numel(), -1), wanted[:, None].expand(-1, flat.numel() // wanted.numel()))
 
     def hides(self, term: MaskTerm, value: torch.Tensor, moment: TrialCall) -> bool:
-        """Return whether a mask shows every query some token and, unless a limit by position does, hides a slot after the last written
-        token.
+        """Return whether a mask shows every query some token, and hides a slot after the last written token.
+
+        It need not hide that slot if a limit by position does.
         """
         seen = shown_by(term, value).movedim(term.roles.index("T"), -1)
         last = moment.start + self.tokens(moment)

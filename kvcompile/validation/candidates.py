@@ -155,8 +155,9 @@ class Candidates:
         return torch.tensor(values, device="cpu")[torch.randint(0, len(values), tuple(shape), generator=self.random, device="cpu")]
 
     def plain(self, fake: torch.Tensor, index: int, moment: TrialCall) -> torch.Tensor:
-        """Return a value for an argument from which neither positions nor masks are computed: random numbers of the fake tensor's shape in
-        this call, or for tables, integers and factors of scores, values like those of the compiled call.
+        """Return a value for an argument from which neither positions nor masks are computed, in the shape that it has in this call.
+
+        The value is random numbers; for tables, integers and factors of scores, values like those of the compiled call.
         """
         shape = self.shape(fake, moment)
         node = self.part.captured.inputs[index].node
@@ -182,8 +183,9 @@ class Candidates:
         return (drawn * sign * usual).to(dtype)
 
     def example(self, index: int, shape: tuple[int, ...]) -> torch.Tensor | None:
-        """Return the value that the argument at ``index`` had when the graph was compiled; None if unknown, or of another shape in this
-        call.
+        """Return the value that the argument at ``index`` had when the graph was compiled.
+
+        None if it is unknown, or has another shape in this call.
         """
         if index not in self.part.sources:
             return None
@@ -194,9 +196,7 @@ class Candidates:
         return value.detach().to("cpu", copy=True)
 
     def table(self, dtype: torch.dtype, index: int, shape: tuple[int, ...], count: int) -> torch.Tensor:
-        """Return the block table that a program was compiled with, or a random one of ``count`` slots if the compiled one does not fit the
-        call.
-        """
+        """Return the block table that a program was compiled with, or a random one of ``count`` slots if that does not fit the call."""
         example = self.example(index, shape)
         if example is not None and bool(((example >= -count) & (example < count)).all()):
             return example
@@ -252,8 +252,9 @@ class Candidates:
         return [value.to(dtype).clone() for value in found]
 
     def shown(self, shape: tuple[int, ...], moment: TrialCall) -> torch.Tensor:
-        """Return a mask, bool of ``shape`` [..., T], that hides padding on the left and unwritten slots, and is causal if it has a dim of
-        queries.
+        """Return a mask, bool of ``shape`` [..., T], that hides padding on the left and unwritten slots.
+
+        If it has a dim of queries, it is causal.
         """
         count, keys, start = self.tokens(moment), shape[-1], moment.start
         t = torch.arange(keys, device="cpu")
@@ -267,8 +268,9 @@ class Candidates:
         return seen
 
     def unpadded(self, shape: tuple[int, ...], moment: TrialCall) -> torch.Tensor:
-        """Return a mask, bool of ``shape`` [..., T], that hides only padding on the left, for programs in which positions hide unwritten
-        slots.
+        """Return a mask, bool of ``shape`` [..., T], that hides only padding on the left.
+
+        It is for programs in which positions hide unwritten slots.
         """
         seen = torch.ones(shape, dtype=torch.bool, device="cpu")
         if len(shape) >= 2 and (shape[0] > 1 or moment.blind):

@@ -108,7 +108,7 @@ def _chosen(part: Subgraph, known: Values, groups: list[list[Any]]) -> Values | 
 
 
 def loose(part: Subgraph) -> set[Any]:
-    """Return the symbols of int arguments that are no tensor's size, such as positions that the model counts in Python."""
+    """Return the symbols of int arguments that are not the size of a tensor, such as positions that the model counts in Python."""
     ints = {symbol for fake in part.captured.fakes if isinstance(fake, torch.SymInt) for symbol in fake.node.expr.free_symbols}
     values: tuple[Any, ...] = (*(value_of(node) for node in part.captured.graph.nodes), *part.captured.fakes)
     shapes: list[Any] = [value.shape for value in values if isinstance(value, torch.Tensor)]

@@ -4,8 +4,8 @@
     cut:                           q, k, v -> writes -> attention -> outputs, caches
 
 Queries and new keys and values become inputs. So do results that come from other processes, or from calls on sharded or quantized tensors:
-nothing may wait for another process here. All other nodes that the outputs or the caches depend on are copied. The cut program computes
-what the captured graph computes between these points, so a rewrite that is right for one is right for the other.
+nothing may wait for another process here. All other nodes that the outputs or the caches depend on are copied. The cut program has the
+results of the captured graph between these points, so a rewrite that is right for one is right for the other.
 """
 
 from __future__ import annotations

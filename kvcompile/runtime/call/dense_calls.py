@@ -130,8 +130,9 @@ class DenseCalls:
     def out_of_order(
         self, forms: Sequence[CacheForm], args: tuple[Any, ...], found: OutOfOrder, densified: Mapping[int, str]
     ) -> tuple[Any, ...]:
-        """Return the results of a call that a window cannot serve, computed on dense caches; these stay dense if no later call can be
-        served.
+        """Return the results of a call that a window cannot serve, computed on dense caches.
+
+        The caches stay dense if no later call can be served either.
         """
         group = found.group
         results = self._run(forms, args, found.why, group.where, densified)
@@ -143,10 +144,9 @@ class DenseCalls:
     def refused(
         self, forms: Sequence[CacheForm], args: tuple[Any, ...], refused: CallRefused, densified: Mapping[int, str]
     ) -> tuple[Any, ...]:
-        """Return the results of a call that its compressed caches refuse, computed after they become dense; they stay so until they are
-        emptied.
+        """Return the results of a call that its compressed caches refuse, computed after they become dense.
 
-        Raises ``refused`` without a compiler, or if the model itself fails on this call too.
+        They stay dense until they are emptied. Raises ``refused`` without a compiler, or if the model itself fails on this call too.
         """
         if self.compile_captured is None:
             raise refused

@@ -189,10 +189,10 @@ def _own_stream(device: torch.device) -> torch.cuda.Stream:
 
 @contextlib.contextmanager
 def _beside(read: Sequence[torch.Tensor], beside: bool) -> Iterator[None]:
-    """Run the body of the context on a separate stream, ordered after all work queued so far; on the current stream if not ``beside``, or
-    no CUDA.
+    """Run the body of the context on a separate stream, after all work queued so far.
 
-    ``read``: the tensors that the body reads. Their memory is not reused before it has read them, even if its result is dropped with them.
+    If not ``beside``, or without CUDA, it runs on the current stream. ``read``: the tensors that the body reads. Their memory is not reused
+    before it has read them, even if its result is dropped with them.
     """
     device = read[0].device
     if device.type != "cuda" or not beside:

@@ -90,8 +90,9 @@ class States:
         return state
 
     def _check_stores(self, form: CacheForm, state: CacheState, call: Call) -> None:
-        """Raise SchemeChanged or CachesSwapped if a state's stores do not match this graph; set the RoPE angles of stores of keys before
-        RoPE.
+        """Raise SchemeChanged or CachesSwapped if a state's stores do not match this graph.
+
+        Sets the RoPE angles of stores that hold keys before RoPE.
         """
         where = form.group.where
         for item in form.group.bindings:
@@ -124,8 +125,7 @@ class States:
         return reader.read(args) if reader is not None else None
 
     def _adopted(self, form: CacheForm, tensor: torch.Tensor, call: Call, whole: Callable[[CacheForm, torch.Tensor], None]) -> CacheState:
-        """Return a new state with the tokens of a dense cache tensor that arrives from outside; the tensor becomes the state's handle in
-        place.
+        """Return a new state with the tokens of a dense cache tensor; the tensor becomes the state's handle, in place.
 
         Raises Unsupported if the graph writes the tensor in place and it does not own its memory. ``whole``: called if all slots are
         encoded.

@@ -160,8 +160,7 @@ class CacheForm(abc.ABC):
         return False
 
     def fit(self, state: CacheState, length: int, shown: int) -> tuple[CacheState, int]:
-        """Return (state, length) of a cache whose tensor shows the last ``shown`` of ``length`` tokens, with each token in this form's
-        slot.
+        """Return (state, length) for a tensor that shows the last ``shown`` of ``length`` tokens, each in this form's slot for it.
 
         If the number of slots has changed, it is a new state with the tokens moved (``readdressed``).
         """

@@ -79,8 +79,9 @@ def _assigned(func: Callable[..., Any], name: str, args: tuple[Any, ...]) -> Non
 
 
 def _given_away(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the result of an operation that exposes a cache's memory, after turning the cache dense; while torch traces, it stays
-    compressed.
+    """Make a cache dense and return the result of an operation that exposes its memory.
+
+    While torch traces, the cache stays compressed.
     """
     # Torch before 2.12 asks traced tensors for their storage to describe them, without reading values.
     if TracingContext.try_get() is not None:
@@ -145,7 +146,7 @@ class _Operands:
                     item.value.copy_(item.plain)
 
     def strange(self, result: Any) -> bool:
-        """Return whether a result shares a copy's memory but is no plain view: of another class, or lazily negated or conjugated."""
+        """Return whether a result shares a copy's memory but is not a plain view: of another class, or lazily negated or conjugated."""
         found: list[bool] = []
 
         def look(value: Any) -> None:

@@ -54,8 +54,9 @@ def _shortcut(root: CompressedCache, name: str, rest: tuple[Any, ...], named: Ma
 
 
 def clear(root: CompressedCache) -> bool:
-    """Empty a cache whose tensor is overwritten with zeros, as older transformers reset caches; return False if every slot counts as a
-    token.
+    """Empty a cache whose tensor is overwritten with zeros, as older transformers reset caches, and return True.
+
+    Returns False, without a change, if every slot counts as a token.
     """
     if root._kv.grown:
         return False

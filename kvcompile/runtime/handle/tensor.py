@@ -12,7 +12,7 @@ neither crash nor return wrong values:
   a view of it, are encoded into the codes, and ``cat`` with new tokens gives a handle of the longer cache, both with one warning
   (``writes`` lists the conditions); any other write turns it back into a dense tensor of its decoded values (``to_dense``), with one
   warning: correct, at the dense tensor's size, until a compiled call adopts it again
-* an operation that asks for its address (data_ptr, untyped_storage, dlpack) turns it dense and gets the dense tensor's address;
+* an operation that reads its address (data_ptr, untyped_storage, dlpack) turns it dense and gets the dense tensor's address;
   numpy() gives decoded values that numpy refuses to write to
 * any other read gives the decoded values, as a view where the dense tensor's result would share its memory
 
@@ -100,7 +100,7 @@ class CompressedCache(torch.Tensor):
     # torch.Tensor's versions are Python code: Dynamo would ask ``__torch_function__`` for the bound method, and break the graph.
 
     def split(self, split_size: Any, dim: int = 0) -> Any:
-        """Return ``torch.Tensor.split`` of the cache; while Dynamo traces, ``split`` of the dense tensor that the cache represents."""
+        """Return ``torch.Tensor.split`` of the cache; while Dynamo traces, of the dense tensor that the cache represents."""
         if torch.compiler.is_dynamo_compiling():
             return torch.ops.kvcompile.expose(self).split(split_size, dim)
         return _split(self, split_size, dim)
@@ -126,9 +126,7 @@ class CompressedCache(torch.Tensor):
         return torch.Tensor.as_subclass(to_dense(self, f"{cls} shows its memory, at {user_line()}"), cls)
 
     def unflatten(self, dim: Any, sizes: Any) -> Any:
-        """Return ``torch.Tensor.unflatten`` of the cache; while Dynamo traces, ``unflatten`` of the dense tensor that
-        the cache represents.
-        """
+        """Return ``torch.Tensor.unflatten`` of the cache; while Dynamo traces, of the dense tensor that the cache represents."""
         if torch.compiler.is_dynamo_compiling():
             return torch.ops.kvcompile.expose(self).unflatten(dim, sizes)
         return _unflatten(self, dim, sizes)
@@ -222,7 +220,7 @@ def home(value: Any) -> tuple[Any, ViewGeometry | None]:
 
 
 def retake(part: CompressedCache, made: Any) -> bool:
-    """Give a part the state of ``made``, the result of indexing the whole cache again; return False if ``made`` is no handle."""
+    """Give a part the state of ``made``, the result of indexing the whole cache again; return False if ``made`` is not a handle."""
     if not is_handle(made):
         return False
     part._kv, part._length, part._epoch, part._alone = made._kv, made._length, made._epoch, made._alone
@@ -259,7 +257,7 @@ def take_storage(value: torch.Tensor, dense: torch.Tensor) -> None:
 
 
 def refresh(value: Any) -> None:
-    """Update a view or part in place to its cache's current contents; a part that is no handle any more becomes a decoded view."""
+    """Update a view or part in place to its cache's current contents; a part that is no longer a handle becomes a decoded view."""
     origin: Origin | None = value._origin if is_view(value) or is_handle(value) else None
     if origin is None or value._seen == origin.seen:
         return

@@ -25,9 +25,7 @@ PAGES_BEHIND = 16
 
 @dataclass(frozen=True)
 class Pending:
-    """One layer's share of a drift check or decision that was started for several layers: the result asked for, and the layer's index in
-    it.
-    """
+    """One layer's share of a drift check or decision that was started for several layers: the result, and the layer's index in it."""
 
     asked: Any
     number: int
@@ -133,8 +131,9 @@ class AdaptiveStore(Store):
         return self.scheme.quiet(self._first, tokens)
 
     def exchange(self, planes: tuple[torch.Tensor, ...], tokens: int, churn: Churn | None = None) -> None:
-        """Replace the planes by ``planes``, the result of a reallocation of ``tokens`` tokens; add ``churn`` to the store's counts of
-        re-encoded tokens.
+        """Replace the planes by ``planes``, the result of a reallocation of ``tokens`` tokens.
+
+        ``churn`` is added to the store's counts of re-encoded tokens.
         """
         self._take(list(planes), tokens)
         self.churn = self.churn + (churn or Churn())

@@ -20,7 +20,7 @@ ENCODED_AT_ONCE = 4096
 def encode(store: Store, x_BKTD: torch.Tensor, left_padding: torch.Tensor | None = None, first: int = 0) -> None:
     """Encode dense tokens [B, K, T, D] at positions from ``first`` on, in bounded steps.
 
-    ``left_padding``: each row's first position that is no padding, int64 [B]; None for 0 in all rows.
+    ``left_padding``: each row's first position that is not padding, int64 [B]; None for 0 in all rows.
     """
     for start in range(0, x_BKTD.shape[2], ENCODED_AT_ONCE):
         part = x_BKTD[:, :, start : start + ENCODED_AT_ONCE]
@@ -43,8 +43,9 @@ def keep_padding(store: Store, x_BKTD: torch.Tensor) -> None:
 
 
 def _put(store: Store, x_BKnD: torch.Tensor, left_padding: torch.Tensor | None, first: int) -> None:
-    """Append tokens [B, K, n, D] at positions from ``first`` on; keys must have RoPE undone and channels rotated as
-    the store keeps them.
+    """Append tokens [B, K, n, D], given as the store keeps them, at positions from ``first`` on.
+
+    Keys must have RoPE undone and channels must be rotated if the store keeps them so.
     """
     scheme, planes, pos = store.spec.scheme, store.planes[: store.spec.layout.written], _places(store, x_BKnD, first)
     if store.window is None:
@@ -153,8 +154,9 @@ def write_tokens(store: Store, x_BKnD: torch.Tensor, rows_BKn: torch.Tensor, at:
 
 
 def _as_stored(store: Store, x_BKnD: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    """Return tokens at the caller's positions ``at`` [n] as the store keeps them: RoPE undone and channels rotated, if
-    the scheme does so.
+    """Return tokens at the caller's positions ``at`` [n] as the store keeps them.
+
+    RoPE is undone and channels are rotated if the scheme stores them so.
     """
     if store.rope is not None:
         padding, place = store.left_padding, at.unsqueeze(0)

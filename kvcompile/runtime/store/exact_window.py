@@ -1,8 +1,8 @@
 """Exact window: a store's newest tokens in full precision, its rollback, and its detection of tokens out of order.
 
 A scheme with blocks encodes a block once all of its tokens have arrived; until then, and for some tokens longer, the window holds them in
-full precision. A store that keeps all tokens in full precision can go back to any length and refills its window from them. Token t
-of a row, counted from its first token that is no padding, is in slot t % W.
+full precision. A store that keeps all tokens in full precision can go back to any length and refills its window from them. Token t of a
+row, counted from its first token that is not padding, is in slot t % W.
 """
 
 from __future__ import annotations

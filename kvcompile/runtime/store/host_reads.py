@@ -1,8 +1,8 @@
 """Host reads: the devices whose tensors the host may read in every step.
 
 On a CPU a read costs nothing. Elsewhere it waits for the device, which no decode step does: there a call's positions are not read, and
-checks that depend on them run on the device (``ops.append_window``). The whole runtime asks here, so that a test can run the device's way
-on a CPU.
+checks that depend on them run on the device (``ops.append_window``). The whole runtime decides by this module, so that a test can run the
+code for devices on a CPU.
 """
 
 from __future__ import annotations

@@ -115,8 +115,9 @@ def take_rows(state: CacheState, rows: int) -> Callable[[], None] | None:
 
 
 def in_one(state: CacheState, shape: Sequence[int]) -> bool:
-    """Join all rows of a cache tensor of ``shape`` into a state's stores; return False, and leave the state as it is, if they cannot be
-    joined.
+    """Join all rows of a cache tensor of ``shape`` into a state's stores and return True.
+
+    Returns False, and leaves the state unchanged, if they cannot be joined.
     """
     dim = next(iter(state.axes.values())).batch_dim
     if dim is None or state.rows == shape[dim]:
@@ -234,7 +235,7 @@ def _put_rows(target: torch.Tensor, planes: Sequence[torch.Tensor]) -> None:
 
 
 def _regrouped(state: CacheState) -> None:
-    """Reset what a state recorded about its former stores: passed checks, counters, telemetry planes."""
+    """Reset the facts that a state recorded about its former stores: passed checks, counters, telemetry planes."""
     state.checked_for.clear()
     state.moment = None
     state.telemetry_planes[:] = state.telemetry()

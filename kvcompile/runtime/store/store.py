@@ -187,7 +187,7 @@ class Store:
 
     @property
     def left_padding(self) -> torch.Tensor | None:
-        """First position of each row that is no padding, int64 [B]; None without a window."""
+        """First position of each row that is not padding, int64 [B]; None without a window."""
         found = self.plane("clock")
         return None if found is None else found[0, :, 0, 0, 1]
 
@@ -198,7 +198,7 @@ class Store:
 
     @property
     def origins(self) -> torch.Tensor | None:
-        """Position of each row's first token that is no padding, int64 [B]; None without sinks or a window."""
+        """Position of each row's first token that is not padding, int64 [B]; None without sinks or a window."""
         found = self.plane("origin")
         return self.left_padding if found is None else found[0, :, 0, 0, 0]
 
@@ -293,8 +293,9 @@ class Store:
         return made
 
     def gathered(self, first: int, count: int, slots: int | None) -> Store:
-        """Return a new linear store of ``count`` tokens from position ``first`` on; ``slots``: the number of slots of this store if it
-        slides, or None.
+        """Return a new linear store of ``count`` tokens from position ``first`` on.
+
+        ``slots``: the number of slots of this store if it slides, else None.
         """
         made = Store(self.spec, self.batch, self.device, pages_for(count), self.rope)
         if not count:

@@ -1,4 +1,4 @@
-"""Certify: the largest errors that a certificate may show, and what happens above them.
+"""Certify: the largest errors that a certificate may show, and the consequences of larger errors.
 
 The policy of the paper's table 2, and its hard budgets. It is data of the compiled graph; the graph never branches on it.
 """
@@ -19,7 +19,7 @@ DEFAULTS = "default"
 
 
 class Fallback(enum.Enum):
-    """What happens to a head whose checks fail: DENSE computes it again from full-precision tokens, REPORT only counts the failure."""
+    """The consequence of a failed check for a head: DENSE computes it again from full-precision tokens, REPORT only counts the failure."""
 
     DENSE = "dense"
     REPORT = "report"

@@ -1,5 +1,4 @@
-"""Planes that certified attention writes: sums, histograms and the last step of each kv head; and the first exact token of a refilled
-window.
+"""Planes that certified attention writes: telemetry of each kv head, and the first exact token of a refilled window.
 
 A telemetry plane [1, B, K, 1, TELEMETRY] of float64 has three parts for each kv head of each batch row:
 

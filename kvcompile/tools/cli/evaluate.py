@@ -189,8 +189,9 @@ def config(subject: Subject, bench: Bench, arguments: argparse.Namespace) -> dic
 
 
 def text_of(subject: Subject, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the size of each kind of text of a subject; without ``--data`` also a fingerprint, since the text then
-    comes from this Python.
+    """Return the size of each kind of text of a subject.
+
+    Without ``--data`` the result has a fingerprint too, since the text then comes from the running Python.
     """
     sizes = {span.kind: span.stop - span.start for span in subject.spans}
     return sizes if arguments.data or not sizes else sizes | {"fingerprint": fingerprint(own_passages())}

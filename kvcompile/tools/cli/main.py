@@ -18,7 +18,7 @@ from kvcompile.tools.cli.interrupt import INTERRUPTED
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status.
 
-    0 for success, 1 for refusals under --strict, 2 for errors, 130 for Ctrl-C; a command keeps what it had done by then.
+    0 for success, 1 for refusals under --strict, 2 for errors, 130 for Ctrl-C; a command keeps its results so far.
     """
     arguments = parser().parse_args(argv)
     package = logging.getLogger("kvcompile")

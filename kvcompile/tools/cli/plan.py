@@ -69,8 +69,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _policies(asked: Sequence[str]) -> list[tuple[str, Policy]]:
-    """Return (label, policy) of the ``asked`` schemes; by default of all schemes at their defaults, named settings, and settings with
-    figures.
+    """Return (label, policy) of the ``asked`` schemes.
+
+    By default these are all schemes at their defaults, all named settings, and all settings with figures.
     """
     known = figures().labels
     own = settings()

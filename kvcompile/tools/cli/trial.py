@@ -1,7 +1,7 @@
 """Trial: runs one architecture with one kind of cache and one attention, compiled and uncompiled, and compares the logits.
 
-Three runs over the same tokens: uncompiled, stock ``torch.compile`` (to know what can be captured and how often it compiles), and this
-backend. ``survey_table`` prints the results.
+Three runs over the same tokens: uncompiled, stock ``torch.compile`` (to know whether the model can be captured and how often it compiles),
+and this backend. ``survey_table`` prints the results.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ class CaseOutcome(enum.Enum):
 
 @dataclass(frozen=True)
 class TrialSettings:
-    """Settings for running every case: batch sizes, prompt length, steps, layers; the scheme tried after ``dense`` and its error limit
-    ``bound``.
+    """Settings for running every case: batch sizes, prompt length, steps, layers.
+
+    ``scheme``: the scheme tried after ``dense``; ``bound``: the limit of its error.
     """
 
     scheme: str = "int8"

@@ -71,9 +71,7 @@ class Watch:
             yield item
 
     def _look(self, number: int) -> None:
-        """Record the importance of stored tokens after step ``number``, and the step itself if widths were decided
-        since the last reading.
-        """
+        """Record the importance of stored tokens after step ``number``, and the step itself if widths were decided since the last one."""
         found = [(item, rows) for item in self.owner.stored_tokens() if item.count and (rows := item.attended) is not None]
         if not found:
             return

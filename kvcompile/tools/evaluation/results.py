@@ -27,8 +27,9 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Compared:
-    """The comparison of one scheme with the uncompressed model: means over texts with bootstrap intervals, and outcomes of the same
-    questions.
+    """The comparison of one scheme with the uncompressed model.
+
+    It holds means over texts with bootstrap intervals, and outcomes of the same questions.
     """
 
     kl: Mean

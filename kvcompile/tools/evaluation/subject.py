@@ -184,9 +184,7 @@ class TokenWriting:
         return tuple(item for piece in pieces for item in piece)
 
     def place(self, raw: tuple[int, ...], offset: int) -> int:
-        """Return the index after the first token with a line break among the ``TOKEN_SNAP`` tokens from ``offset`` on; ``offset`` if there
-        is none.
-        """
+        """Return the index after the first token with a line break among the ``TOKEN_SNAP`` tokens from ``offset`` on; else ``offset``."""
         for at in range(offset, min(offset + TOKEN_SNAP, len(raw))):
             if raw[at] not in self.breaks:
                 self.breaks[raw[at]] = "\n" in self.text([raw[at]])

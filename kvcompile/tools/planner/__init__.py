@@ -1,1 +1,1 @@
-"""Planner: computes the bytes of a model's cache under every scheme and what fits on a device, without allocating or running anything."""
+"""Planner: computes the bytes of a model's cache under every scheme, and the largest batch and context for a device; allocates nothing."""

@@ -103,9 +103,7 @@ def _nbytes(layer: Layer, pair: Pair, context: int, batch: int) -> int:
 
 
 def _is_key(layer: Layer, slot: SlotSpec) -> bool:
-    """Return whether the key scheme of a layer stores this slot, which it does for keys and for a latent, whose slot has the role of
-    values.
-    """
+    """Return whether a layer's key scheme stores this slot: true for keys, and for a latent, whose slot has the role of values."""
     return layer.halves == (CachePart.BOTH,) or slot.role is Role.KEY
 
 

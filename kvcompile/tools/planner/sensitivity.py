@@ -1,10 +1,9 @@
-"""Sensitivity: measures how far a model's predictions move when only the keys or values of one layer are stored in a scheme, the rest
-dense.
+"""Sensitivity: measures how far a model's predictions move when only one layer's keys or values are stored in a scheme.
 
-Measured as in use: tokens are prefilled into an empty cache and the true ones decoded after them, through the compiled cache. The damage is
-the KL divergence, in nats per token, from the uncompiled model without a cache to the compiled one. "KV Cache Quantization: FP8, INT8,
-INT4, ...", K vs V Quantization Sensitivity, compares errors of one attention's output on random numbers, which says little about
-predictions.
+Measured as in use: tokens are prefilled into an empty cache and the true ones decoded after them, through the compiled cache, in which all
+other layers are dense. The damage is the KL divergence, in nats per token, from the uncompiled model without a cache to the compiled one.
+"KV Cache Quantization: FP8, INT8, INT4, ...", K vs V Quantization Sensitivity, compares errors of one attention's output on random numbers,
+which says little about predictions.
 """
 
 from __future__ import annotations
@@ -45,8 +44,9 @@ class CachePart(enum.Enum):
 
 @dataclass(frozen=True)
 class Layer:
-    """One attention: its module path, its slots, the most tokens that it keeps (``end``, None: all), and the parts that may have own
-    schemes.
+    """One attention: its module path, its slots, the most tokens that it keeps (``end``, None: all), and its parts.
+
+    ``parts``: the parts that may have schemes of their own.
     """
 
     path: str
