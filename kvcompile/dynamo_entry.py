@@ -33,7 +33,7 @@ def compile_graph(
 
 
 def named_backends() -> tuple[Backend, ...]:
-    """Return the backends that ``backend="kvcompile"`` made so far, in the order of their first graphs; ``torch._dynamo.reset()`` forgets.
+    """Return the backends that ``backend="kvcompile"`` made, in the order of their first graphs; ``torch._dynamo.reset()`` drops them.
 
     Calls of torch.compile with equal options share a backend, as Dynamo shares their compiled code.
     """

@@ -92,7 +92,7 @@ class Scheme(abc.ABC):
     """Names of the key planes that this operation writes; the rewrite passes them after the operands of ``attend``, None for a plane that
     the layout lacks."""
     attention_writes_values: ClassVar[tuple[str, ...]] = ()
-    """Names of the value planes that it writes, passed after those."""
+    """Names of the value planes that attention writes, passed after the key planes that it writes."""
     kernels: ClassVar[str | None] = None
     """The module that defines this operation and its kernels (``lowering.attention_plugins``); None for ``attend``."""
     append_kernel: ClassVar[str | None] = None

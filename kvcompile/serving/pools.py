@@ -24,7 +24,7 @@ class Pool:
     key_tables: tuple[torch.Tensor, ...]
     value_tables: tuple[torch.Tensor, ...]
     text: str = dataclasses.field(init=False, repr=False)
-    """``layout.text``, made once: Dynamo traces a field, but not how it is spelled."""
+    """``layout.text``, as a field since Dynamo cannot trace the property's code."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "text", self.layout.text)

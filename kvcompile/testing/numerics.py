@@ -12,7 +12,7 @@ from kvcompile.testing.samples import DTYPES, SHAPES, bits, fitting, holds, norm
 from kvcompile.types import PAGE, Role, SlotSpec
 
 FLOAT32_STEPS, OUTLIER_STEPS = range(-149, 127, 12), range(-149, 127, 5)
-"""Exponents of a token's values, and of one louder or softer value in it: what scales overflow or vanish at."""
+"""Exponents of a token's values, and of one larger or smaller value in it, at which scales overflow or vanish."""
 
 RESCALE = (
     "compute the scale in float32 and round it up when it is stored; give it a dtype that holds the largest one, or say by `largest` where "

@@ -12,7 +12,7 @@ from kvcompile.testing.laws import Law, LeftOut, known
 
 ROOMS = (words, numerics, storage, expressions, attention, caches, compiled)
 LAWS = tuple(item for room in ROOMS for item in vars(room).values() if isinstance(item, Law))
-"""All laws, those first that others stand on."""
+"""All laws; a law comes after the laws that it relies on."""
 COMPILED = frozenset(item for item in vars(compiled).values() if isinstance(item, Law))
 """Laws that run a compiler for some ten seconds."""
 

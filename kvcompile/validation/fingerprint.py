@@ -64,7 +64,7 @@ def _guards(whole: Outline, names: set[str]) -> Iterator[str]:
 
 
 def _content(held: torch.Tensor, name: str) -> str:
-    """Return a constant's values as text, or ``name`` if it has many."""
+    """Return a constant's values as text, or ``name`` if it has more than ``MANY`` elements."""
     return str(held.tolist()) if held.numel() <= MANY else name
 
 

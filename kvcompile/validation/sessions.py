@@ -76,7 +76,7 @@ class Sessions:
                     yield [dataclasses.replace(moment, ahead=True) for moment in session], 0.0
 
     def elsewhere(self, values: Values, covered: Coverage) -> Iterator[Tried]:
-        """Yield sessions of one call at other sizes, as long as ``covered`` wants values of some symbol."""
+        """Yield sessions of one call at other sizes, until every symbol took as many values as ``covered`` requires."""
         for other in others(self.part, values, covered.wanted):
             starts, room = self._starts(other)
             count = self.arguments.tokens(TrialCall(other, 0))

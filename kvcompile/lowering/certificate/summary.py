@@ -139,7 +139,8 @@ class HeadCertificate:
 
     ``path``: the module path of the attention; ``row``: the batch row; ``head``: the query head. The returned output is within ``bound`` of
     attention over full-precision tokens, in the Euclidean norm; on the rungs HEAD and LAYER it is computed from them, so only
-    ``arithmetic`` remains. ``candidate_``: before the fallback. ``step``: number of steps in this cache's telemetry.
+    ``arithmetic`` remains. Fields that begin with ``candidate_`` are the bounds of the result before the fallback. ``step``: number of
+    steps in this cache's telemetry.
     """
 
     path: str

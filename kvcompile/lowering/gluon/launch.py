@@ -33,7 +33,7 @@ OVERLAPPING = (9, 0)
 """First CUDA capability on which a launch can start before the previous one has ended."""
 
 UNBOUNDED = 1 << 30
-"""Tokens: a capacity beyond that of any store."""
+"""A capacity in tokens that is beyond that of any store."""
 
 
 @dataclasses.dataclass(frozen=True)

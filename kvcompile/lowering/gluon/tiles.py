@@ -47,7 +47,7 @@ def larger(a, b):
 
 @gluon.jit
 def taken_apart(x, count: gl.constexpr):
-    """Return the slices of ``x`` along the last of its four dims, which has ``count`` elements (a power of two), as a tuple of tensors."""
+    """Return the slices of ``x`` along the last of its four dims, as a tuple of tensors; ``count``: its size, a power of two."""
     if count == 1:
         return (x.reshape([x.shape[0], x.shape[1], x.shape[2]]),)
     else:

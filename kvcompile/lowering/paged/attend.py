@@ -22,9 +22,9 @@ from kvcompile.lowering.paged.residency import Multiprocessor, resident
 
 SOURCE = decode.OPENING + joined(__file__, "program") + decode.SUMS
 NAMED = ("BLOCKS", "MAX_QUERIES", "PAGES", "REQUESTS", "TABLE_ROW", "TARGET")
-"""Arguments that are numbers, none of which a kernel is compiled anew for."""
+"""Arguments that are numbers; a new value of one does not compile the kernel again."""
 FEW_COLUMNS = 32
-"""Channels of a program of the merge, if there are so few queries that whole heads would leave multiprocessors idle."""
+"""Channels per program of the merge, if there are so few queries that programs of whole heads would leave multiprocessors idle."""
 
 
 class PagedSignature(KernelSignature):
@@ -88,9 +88,9 @@ class Choice:
 
 
 _RESIDENT: dict[Any, int] = {}
-"""Programs that a multiprocessor runs at a time, by kernel and by what it is compiled anew for."""
+"""Number of programs that a multiprocessor runs at a time, by kernel, device and alignment of its operands."""
 _CHOSEN: dict[Any, Choice] = {}
-"""Kernels by what they were chosen for: the choice takes longer than a launch."""
+"""Chosen kernels, by sizes, strides and numbers of the call: a choice takes longer than a launch."""
 
 
 def chosen(given: PagedAttend, machine: Machine, packed: bool) -> Choice:

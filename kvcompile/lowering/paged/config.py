@@ -17,13 +17,13 @@ from kvcompile.lowering.ops.sizes import TensorSizes
 from kvcompile.types import Role, SlotSpec
 
 MOST_ITEMS = 256
-"""Most items that the tiles of all requests are cut into, for each kv head: more would be merged for longer than they save."""
+"""The most items into which the tiles of all requests are divided, for each kv head: merging more would take longer than they save."""
 WAVES = 3
-"""How often items fill the device if there are so many requests that one item each would fill half of it."""
+"""How many times over the items are to fill the device, if one item for each request would fill more than half of it."""
 MOST_PARTS = 1 << 28
-"""Most bytes of sums before the merge; where items would have more, a request is one item, and its sums lie at its queries' rows."""
+"""The most bytes of partial sums; if items would need more, each request is one item, and its sums are in the rows of its queries."""
 MOST_ROWS = 128
-"""Rows of queries of a kv head from which on kernels do not differ."""
+"""Number of query rows of a kv head from which on all calls get the same kernel."""
 
 
 @dataclasses.dataclass(frozen=True)

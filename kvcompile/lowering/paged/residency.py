@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 MOST_BLOCKS = 32
-"""Programs that a multiprocessor holds at most, whatever they need."""
+"""The most programs on a multiprocessor, however little they need."""
 REGISTER_UNIT = 256
-"""Registers are given to a warp in units of so many."""
+"""Registers are allocated to a warp in multiples of this number."""
 RESERVED = 1024
 """Bytes of shared memory that the driver takes for each program."""
 

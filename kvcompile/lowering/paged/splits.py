@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 
 WIDTH = tl.constexpr(128)
-"""Requests that a program looks at together."""
+"""Number of requests that a program reads at a time."""
 TRIES = tl.constexpr(3)
-"""How often a share grows at most: items are too many by less each time."""
+"""How often a share is raised at most; each time there are fewer items too many."""
 
 
 @triton.jit

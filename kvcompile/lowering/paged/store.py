@@ -32,7 +32,7 @@ LIBRARY.define(
     " Tensor? sinks, str key_scheme, str value_scheme, float scale, float softcap, int value_dim) -> Tensor"
 )
 FARTHEST = 1 << 30
-"""Tokens: a limit beyond that of any table."""
+"""A number of tokens that is beyond the end of any table."""
 
 
 def viewed(plane: torch.Tensor, every: int) -> torch.Tensor:

@@ -28,10 +28,10 @@ class Beliefs:
         return Beliefs(env, {}, {}) if env is None else Beliefs(env, dict(env.replacements), dict(env.var_to_range))
 
     def take_back(self, ours: Collection[Any] = ()) -> dict[Any, Any]:
-        """Restore this copy's replacements and ranges in the ShapeEnv if a symbol in question was replaced since; return the replacements.
+        """Undo replacements in the ShapeEnv since this copy was made; return them as {symbol: replacement}, empty if there are none.
 
-        In question are the symbols in ``ours`` and, once the ShapeEnv is frozen, all its symbols. The result is {symbol: replacement},
-        empty if none was replaced. If the replacements stayed, code compiled later would be specialised for their numbers.
+        Only replacements of the symbols in ``ours`` and, once the ShapeEnv is frozen, of all its symbols count; if there is one, all
+        replacements and ranges are restored. If they stayed, code compiled later would be specialised for their numbers.
         """
         if self.env is None:
             return {}

@@ -25,7 +25,7 @@ Values = dict[Any, int]
 """A number for each symbol."""
 
 SIZE_OFFSETS = (3, 5, 7, 11, 13, -1, -2, -3, 1, 2, 4, 8, 16, 32, 64, 128, -4, -5, -7, -8, -16, -32, -64)
-"""Offsets that are added to a symbol, in the order of trying; with multiples of powers of two, as guards ask for divisibility by those."""
+"""Offsets to add to a symbol, in the order of trying; multiples of powers of two are among them, as guards require divisibility by them."""
 
 TRIED = 1500
 """Largest number of candidate worlds that are tried for one symbol."""
@@ -97,13 +97,13 @@ class Guards:
         )
 
     def least(self, bounds: Any) -> int:
-        """Return the smallest value of the range ``bounds``, as ``resize`` maps it; 0 if the range has no finite lower end."""
+        """Return the smallest value of the range ``bounds``, mapped by ``resize`` if given; 0 if the range has no finite lower end."""
         if not bounds.lower.is_Integer:
             return 0
         return int(bounds.lower) if self.resize is None else self.resize(int(bounds.lower))
 
     def most(self, bounds: Any) -> Any:
-        """Return the largest value of the range ``bounds``, as ``resize`` maps it; infinite if the range has no upper end."""
+        """Return the largest value of the range ``bounds``, mapped by ``resize`` if given; infinite if the range has no upper end."""
         return self.resize(int(bounds.upper)) if self.resize is not None and bounds.upper.is_Integer else bounds.upper
 
     def single(self, symbols: Iterable[Any]) -> set[Any]:

@@ -79,7 +79,10 @@ class Appends:
         return tokens
 
     def _new(self, slot: SlotPlan, late: Emitter | None) -> fx.Node:
-        """Return the new tokens [B, K, S, D] of a linear store as of the write, for an append there or at ``late``; emitted once."""
+        """Return the new tokens [B, K, S, D] of a linear store, with their values at the write; emitted once.
+
+        ``late``: the emitter of a later append, None for an append at the write. If the values may change in between, they are copied.
+        """
         part, write = slot.slot.part, slot.slot.write
         if part not in self._taken:
             emit = self.context.emit_before(write.at)

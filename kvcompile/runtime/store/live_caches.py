@@ -79,7 +79,7 @@ class LiveCaches:
 
 
 def add_fork(state: CacheState, source: CacheState) -> None:
-    """Track a state wherever the one that it shares planes with is tracked: their bytes are counted together."""
+    """Track ``state`` in every LiveCaches that tracks ``source``, with which it shares planes: their bytes are counted together."""
     for live in list(_EVERY):
         if source in live.states:
             live.add(state)

@@ -31,7 +31,7 @@ from kvcompile.serving.vllm_plugin.settings import VARIABLE, bytes_of_token, lay
 from kvcompile.serving.vllm_plugin.versions import ENGINE
 
 log = logging.getLogger("vllm.kvcompile")
-"""A logger below vLLM's, so that its handlers print what it says."""
+"""A child of vLLM's logger, so that vLLM's handlers print its messages."""
 
 
 @dataclasses.dataclass

@@ -26,15 +26,18 @@ TOKEN_SNAP = 48
 class AnswerRule(enum.Enum):
     """The rule by which an answer counts as right.
 
-    LINE: its first line, which must end, equals the expected line (its parts in any order if the task has none). PARTS, RULER's rule: it
-    contains all parts of the line, in any case.
+    LINE: its first line, which must end with a line break, equals the expected line (its parts may be in any order if the task has none).
+    PARTS, as in RULER: the answer contains all parts of the expected line, in upper or lower case.
     """
 
     LINE = "line"
     PARTS = "parts"
 
     def judge(self, task: str, expected: str, said: str) -> tuple[bool, float]:
-        """Return whether ``said`` is right, and the share of ``expected``'s parts that it has in any case; by LINE, in its first line."""
+        """Return (whether ``said`` is right, the share of ``expected``'s parts that ``said`` contains, in upper or lower case).
+
+        By LINE, parts count only in the first line.
+        """
         kind = TASKS[task]
         parts = [part.decode() for part in kind.parts(expected.encode())]
         line, ended, _ = said.partition("\n")
@@ -72,11 +75,9 @@ class Span:
 class Subject:
     """A model and everything needed to evaluate it.
 
-    ``filler``: real text in units of ``writing``. ``start``: ids before every prompt. ``text``: returns the text of ids.
-    ``cache``: returns an empty cache for a number of tokens.
-    ``positions``: the most tokens that the model supports, None if it does not say.
-    ``trained``: tasks whose wording the model was trained on.
-    ``spans``: kinds of text in the filler; none where it is of one kind.
+    ``filler``: real text in units of ``writing``. ``start``: ids before every prompt. ``text``: (ids) -> text. ``cache``: (number of
+    tokens) -> an empty cache. ``positions``: the most tokens that the model supports, None if its configuration does not state it.
+    ``trained``: tasks whose wording the model was trained on. ``spans``: kinds of text in the filler; none where it is of one kind.
     """
 
     name: str

@@ -76,7 +76,10 @@ def operands_of(runs, BITS: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexp
 
 @triton.jit
 def rescaled(sums, BITS: tl.constexpr, BACK: tl.constexpr, PACKED: tl.constexpr):
-    """Return the eight sums multiplied by the power of two by which fields of BITS differ from codes; BACK: divided by it."""
+    """Return the eight ``sums`` times the power of two by which stored bit fields of BITS exceed codes; with BACK, divided by it.
+
+    Without PACKED, fields equal codes, and the sums are returned unchanged.
+    """
     POWERS: tl.constexpr = POWERS_8 if BITS == 8 else POWERS_4 if BITS == 4 else POWERS_3 if BITS == 3 else POWERS_2
     if not PACKED:
         return sums

@@ -207,9 +207,10 @@ def _stripe(run: _ChannelRun, start: int, count: int) -> Stripe:
 
 
 def _follow(node: fx.Node, coords: Coords, run: _ChannelRun) -> tuple[fx.Node, Coords, list[fx.Node]]:
-    """Return (node, coordinates, path): how far a run can be followed through views, joins of channels and writes into fresh tensors.
+    """Follow a run of channels upstream through views, joins of channels and writes into fresh tensors; return (node, coordinates, path).
 
-    Raises _Split if the run's channels come from different tensors.
+    ``node``: the first node that computes its values; ``path``: the nodes passed. Raises _Split if the run's channels come from different
+    tensors.
     """
     path: list[fx.Node] = []
     while True:

@@ -94,9 +94,9 @@ class Reader:
     # --- integers --------------------------------------------------------------------------------
 
     def _arange(self, node: fx.Node, coords: Coords, rows: np.ndarray) -> Read:
-        """Return an iota: the position where it runs along the tokens, else numbers along the channels.
+        """Return an ``arange``: the position if it runs along the tokens in steps of one, otherwise numbers along the channels.
 
-        Raises Miss if its numbers change from call to call.
+        Raises Miss if these numbers change from call to call.
         """
         arguments = bind(node)
         along = (coords[:, 0] == self.token[rows]).all() if self.tokens > 1 else sizes(node)[0] == 1
