@@ -138,9 +138,9 @@ class Backend:
         return report
 
     def _disorder(self) -> list[str]:
-        """Return one error message per row of live caches whose tokens came out of order, without repeats over layers; log each.
+        """Return an error message for each row of a live cache whose tokens came out of order, each once; log each.
 
-        Waits for the device.
+        Layers with the same message count once. Waits for the device.
         """
         found: dict[tuple[object, ...], str] = {}
         for error in [error for state in self.memory.live if state.windowed for error in state.disorder()]:

@@ -100,7 +100,7 @@ def _before(captured: Captured, site: Site) -> Listing:
 
 
 def _between(graph: fx.Graph, sources: set[fx.Node], ends: set[fx.Node]) -> set[fx.Node]:
-    """Return the nodes that read one of ``sources``, directly or not, and that one of ``ends`` reads."""
+    """Return the nodes on the way from ``sources`` to ``ends``: they depend on one of ``sources``, and one of ``ends`` depends on them."""
     below: set[fx.Node] = set()
     for node in graph.nodes:
         if any(item in sources or item in below for item in node.all_input_nodes):

@@ -229,7 +229,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class KernelFormat:
-    """How a kernel reads one encoded slot: the scheme's part of the attend template.
+    """The format in which a kernel reads one encoded slot: the scheme's part of the attend template.
 
     Channel ``c`` of a token is in word ``c % (D // parts)``, as part ``c // (D // parts)``: parts are planar, so sub-dot ``i`` takes part
     ``i`` of every word and neither queries nor values are shuffled. A channel's value is ``unpack(word, part) * scale (+ zero)``.

@@ -33,7 +33,7 @@ def read_json(path: Path, kind: type[T] | Any = Any) -> Any:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return pairs as a dict. Raises ValueError for a repeated name, of which JSON readers would silently take the last."""
+    """Return (name, value) pairs as a dict. Raises ValueError for a repeated name; JSON readers would silently take the last value."""
     found = dict(pairs)
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]

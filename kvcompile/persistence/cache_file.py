@@ -129,7 +129,7 @@ def _check_packages(path: Path, packages: Mapping[str, str]) -> None:
 
 
 def _check_devices(path: Path, devices: Iterable[str]) -> None:
-    """Raise CacheUnfit if this process has none of the devices named ``devices``, to which the file ``path`` is to be loaded."""
+    """Raise CacheUnfit if this process lacks one of ``devices``, the devices to which the file ``path`` is loaded."""
     for device in sorted(devices):
         try:
             torch.empty(0, device=device)

@@ -16,7 +16,7 @@ NOTHING = (
 
 
 class Level(enum.Enum):
-    """How a notice is shown: as information, a warning or an error."""
+    """The level at which a notice is shown: as information, a warning or an error."""
 
     TITLE = ""
     PLAIN = "note"

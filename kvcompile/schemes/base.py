@@ -61,7 +61,7 @@ UNTOLD = Prompt()
 
 @dataclasses.dataclass(frozen=True)
 class Scheme(abc.ABC):
-    """How one slot is encoded. Subclasses are frozen dataclasses whose fields are the options.
+    """The encoding of one slot. Subclasses are frozen dataclasses whose fields are the options.
 
     Four members are yours to write: ``layout``, ``format``, ``encode`` and ``bound``. Three more if they apply: ``largest``, if scales
     overflow before float32 does; ``check``, for head dims that cannot be held; ``variants``, the settings that tests try. The default of

@@ -54,7 +54,7 @@ EDGES = {bits: tuple((low + high) / 2 for low, high in itertools.pairwise(levels
 
 @dataclasses.dataclass(frozen=True)
 class Gauss(Windowed, LowBit):
-    """The scheme gauss: rotated channels as indices of the best levels for a normal variable, one norm per token; 4 bits by default."""
+    """Indices of the best levels for a normal variable, and one norm a token; keys and values rotated, 4 bits by default."""
 
     bits: int = 4
     scale_dtype: torch.dtype = torch.float16

@@ -253,7 +253,7 @@ class Int4(Symmetric):
 
 @dataclasses.dataclass(frozen=True)
 class Fp8(Symmetric):
-    """e4m3 floats by the real conversion, kept as bytes; one scale per token and head by default."""
+    """e4m3 floats by torch's conversion, stored as bytes; one scale per token and head by default."""
 
     name: ClassVar[str] = "fp8"
     kernel_encoding: ClassVar[bool] = True

@@ -24,7 +24,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 @dataclasses.dataclass(frozen=True)
 class PlanePlace:
-    """Where one plane lies in a block of one head: the offset of its first byte, and the dtype and width of its rows."""
+    """The place of one plane in a block of one head: the offset of its first byte, and the dtype and width of its rows."""
 
     offset: int
     dtype: torch.dtype
@@ -101,12 +101,12 @@ class BlockLayout:
 
     @functools.cached_property
     def key_planes(self) -> tuple[PlanePlace, ...]:
-        """Where the keys' planes lie in a block, in the order in which ``encode`` returns them."""
+        """The places of the keys' planes in a block, in the order in which ``encode`` returns the planes."""
         return _placed(grown(self.keys, self.key_slot), 0, self.page)
 
     @functools.cached_property
     def value_planes(self) -> tuple[PlanePlace, ...]:
-        """Where the values' planes lie in a block, in the order in which ``encode`` returns them."""
+        """The places of the values' planes in a block, in the order in which ``encode`` returns the planes."""
         return _placed(grown(self.values, self.value_slot), _end(self.key_planes, self.page), self.page)
 
     @property
@@ -206,7 +206,7 @@ def require_alone(scheme: Scheme, slot: SlotSpec) -> None:
 
 
 def _placed(planes: tuple[PlaneSpec, ...], start: int, page: int) -> tuple[PlanePlace, ...]:
-    """Return where each of ``planes`` lies in a block, one after another from byte ``start`` on."""
+    """Return the places of ``planes`` in a block, one after another from byte ``start`` on."""
     found: list[PlanePlace] = []
     for plane in planes:
         found.append(PlanePlace(_end(tuple(found), page) if found else start, plane.dtype, plane.width))

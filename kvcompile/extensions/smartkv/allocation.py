@@ -61,7 +61,7 @@ def allocate(
 
 
 def worth_of(importance_RT: torch.Tensor, terms: Terms) -> torch.Tensor:
-    """Return importance as a float32 factor of steps' worths, [R, T]: finite, at least the floor."""
+    """Return each token's importance as the factor of its steps' worths, float32 [R, T]: finite, and at least the floor of ``terms``."""
     return importance_RT.to(torch.float32).nan_to_num(0.0, 0.0, 0.0).clamp(min=terms.floor)
 
 

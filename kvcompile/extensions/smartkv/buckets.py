@@ -48,7 +48,7 @@ MEAN_DTYPE = torch.bfloat16
 
 @dataclass(frozen=True)
 class BucketFormat:
-    """How a slot's tokens are encoded: the bits of each level (``widths``), and the frame of codes narrower than 8 bits.
+    """The encoding of a slot's tokens: the bits of each level (``widths``), and the frame of codes narrower than 8 bits.
 
     ``keys``: whether the slot holds keys. ``kept``: whether full-precision copies are kept (tier 2).
     """

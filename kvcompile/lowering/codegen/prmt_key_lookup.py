@@ -20,7 +20,7 @@ RUN = 32
 
 @dataclasses.dataclass(frozen=True)
 class Codes:
-    """Where sixteen codes of a token come from, for one side of ``picked``: part ``part`` of the bytes of words.
+    """The origin of sixteen codes of a token, for one side of ``picked``: part ``part`` of the bytes of words.
 
     ``halves``: for each byte of a word, the operand of the assembly and the half of its run of bytes: bytes 4 t .. 4 t + 3 (0) or 16 + 4 t
     .. (1).

@@ -108,13 +108,12 @@ class Piece:
 class TemplateSlot:
     """All facts of one slot that the template uses.
 
-    ``normalize``: queries must be scaled into float16's range first. ``offset``: excess of unpacked SCALED keys;
-    queries are known before the loop, so the kernel subtracts it from the score, which costs
-    one addition a score instead of one an element. SCALED values are unpacked without an offset, since their
-    sum over many tokens would lose the bits that the offset takes. ``lifted`` values are multiplied by their
-    scale element by element, two to an instruction: cheaper than one weighted copy of the probabilities, each
-    converted to operand layout, for each of several scales a token.
-    ``group``, ``token_block``, ``levels``, ``segments``, ``static``, ``norms``: as in the scheme's format.
+    ``normalize``: whether queries must be scaled into float16's range first. ``offset``: by how much unpacked SCALED keys exceed the codes;
+    queries are known before the loop, so the kernel subtracts it from the score, which costs one addition a score instead of one an
+    element. SCALED values are unpacked without an offset, since their sum over many tokens would lose the bits that the offset takes.
+    ``lifted``: whether values are multiplied by their scale element by element, two to an instruction: cheaper than one weighted copy of
+    the probabilities, each converted to operand layout, for each of several scales a token. ``group``, ``token_block``, ``levels``,
+    ``segments``, ``static``, ``norms``: as in the scheme's format.
     """
 
     role: Role

@@ -103,7 +103,7 @@ class PagedConfig(AttendConfig):
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """The size of a launch: number of tiles of query rows, and number of items that all requests' tokens are to fill (``target``)."""
+    """The size of a launch: number of tiles of query rows, and number of items that the tokens of all requests are to fill (``target``)."""
 
     tiles: int
     target: int

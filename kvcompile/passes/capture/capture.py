@@ -85,7 +85,7 @@ def _fake_mode(example_inputs: Sequence[object]) -> FakeTensorMode:
 
 
 def _static(mode: FakeTensorMode, value: torch.Tensor, fake: object) -> object:
-    """Return ``fake`` if its sizes are integers, else a fake with the sizes of ``value``: no input carries symbols for an attribute."""
+    """Return ``fake`` if its sizes are integers, else a fake tensor with the sizes of ``value``, so that an attribute brings no symbols."""
     if isinstance(fake, torch.Tensor) and all(isinstance(size, int) for size in (*fake.shape, *fake.stride(), fake.storage_offset())):
         return fake
     with DisableTorchFunctionSubclass(), mode:

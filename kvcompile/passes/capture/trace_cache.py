@@ -70,7 +70,7 @@ class _Step:
 
 @dataclass(frozen=True)
 class _Recipe:
-    """How to repeat a traced call: the nodes that it recorded (``steps``), and its ``result`` in terms of operands and nodes.
+    """The recipe to repeat a traced call: the nodes that it recorded (``steps``), and its ``result`` in terms of operands and nodes.
 
     ``stands_for``: (operand's index, node) for each operand that the call returns; later reads of that operand read this node.
     """

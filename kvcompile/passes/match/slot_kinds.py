@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class SlotKind(enum.Enum):
-    """How a cache tensor enters and leaves the graph."""
+    """The kind of a slot, by how its cache tensor enters and leaves the graph."""
 
     BUFFER = "input written in place"
     UPDATED = "input updated out of place, result returned"
@@ -25,7 +25,7 @@ class SlotKind(enum.Enum):
 
 @dataclass(frozen=True)
 class KindFacts:
-    """The facts in which kinds of slots differ; code asks for a fact, never for a kind."""
+    """The facts in which kinds of slots differ; other code tests a fact, never a kind."""
 
     cache: str
     """Description of the cache in reports."""

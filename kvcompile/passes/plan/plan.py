@@ -47,10 +47,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Growing:
-    """The growth of a store; stores of a graph with equal growth have the same number of pages.
+    """The rule by which a store grows; stores of a graph with equal rules have the same number of pages.
 
-    ``end``: the capacity that it grows up to, None for unbounded. ``still``: its first write is its last, as in cross-attention, so
-    it needs no spare room.
+    ``end``: the capacity that it grows up to, None for unbounded. ``still``: whether its first write is its last, as in cross-attention, so
+    that it needs no spare room.
     """
 
     end: int | None

@@ -68,7 +68,7 @@ def sources(appends: Appends, emit: Emitter, item: SitePlan) -> Sources:
 
 
 def _queries(emit: Emitter, item: SitePlan) -> tuple[fx.Node, torch.dtype]:
-    """Emit queries [B, H, S, D], with the sign of the scale; return them with the dtype that attention computes in."""
+    """Emit queries [B, H, S, D], negated if the attention's scale is negative; return (their node, the dtype of the attention)."""
     site, attention = item.site, item.site.attention
     q = emit.heads(emit.copies[attention.q], attention.q_roles, ("S", "D"), site.heads, site.groups)
     if attention.beside is not None:

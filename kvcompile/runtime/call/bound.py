@@ -43,7 +43,7 @@ from kvcompile.types import pages_for
 
 @dataclass
 class _CallStates:
-    """The state of each cache tensor in one call, the position and the number of its new tokens, and the undo of the call's writes."""
+    """The states of a call's cache tensors, the position and number of each one's new tokens, and the undo of the call's writes."""
 
     states: list[CacheState]
     starts: list[int]

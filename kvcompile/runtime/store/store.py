@@ -131,9 +131,9 @@ class Store:
         return found
 
     def reserve(self, pages: int, tokens: int | None = None) -> None:
-        """Grow to ``pages`` pages; planes are copied one at a time, so only one exists twice.
+        """Grow the planes to ``pages`` pages, one plane at a time, so that only one exists twice.
 
-        ``tokens``: the number that the next call needs, for stores that allocate by tokens.
+        ``tokens``: the number of tokens that the next call needs, for stores that allocate by tokens.
         """
         del tokens
         if pages <= self.pages:

@@ -55,7 +55,7 @@ TELEMETRY = LAST_AT + 1 + LAST_HEADS * LAST_WIDTH
 
 
 class JoinRule(enum.IntEnum):
-    """How the values of one column are combined over several planes: summed, maximum, or not combined."""
+    """The rule by which the values of one column are combined over several planes: summed, maximum, or not combined."""
 
     SUM = 0
     MOST = 1

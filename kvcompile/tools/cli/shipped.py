@@ -12,7 +12,10 @@ INSTALLED = Path(__file__).resolve().parents[2] / "shipped"
 
 
 def examples() -> Path:
-    """Return the folder of the examples; tinylm and the demo are in either, other models in a checkout alone."""
+    """Return the folder of the examples: the checkout's or, without one, the installed package's.
+
+    Both have tinylm and the demo; only a checkout has other models.
+    """
     return CHECKOUT if (CHECKOUT / "tinylm" / "codec.py").is_file() else INSTALLED
 
 

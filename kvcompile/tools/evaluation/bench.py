@@ -36,7 +36,7 @@ MOST_GRAPHS = 64
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured: lengths, numbers of texts and questions, tasks.
+    """The extent of an evaluation: lengths, numbers of texts and questions, tasks.
 
     ``lengths``: lengths of prompts, in the subject's units. ``tail``: tokens decoded after each text. ``batch``: number of texts, and of
     questions that run at a time. ``questions``: number of questions per task and length. ``keys``: lines whose keys share one of their two

@@ -20,7 +20,7 @@ CHAT_PROMPT = "Continue the following text."
 
 @dataclass(frozen=True)
 class TokenEncoding:
-    """How text becomes tokens: a function from text to token ids, and the ids (``prefix``) put before every sequence.
+    """The encoding of text as tokens: a function from text to token ids, and the ids (``prefix``) put before every sequence.
 
     The ids of the prefix are context, not targets.
     """

@@ -218,7 +218,10 @@ class _Search:
         raise Miss(why, self.gather, advice=ONE_TABLE)
 
     def _index(self, index: Index) -> _Roles:
-        """Return an index tensor, or a tensor of equal values that it is a view of, with its dims' roles; raises Miss if a dim has none."""
+        """Return an index tensor, or a tensor of equal values that it is a view of, with its dims' roles.
+
+        Raises Miss if a dim has no role.
+        """
         node, coords = index.node, index.coords
         while True:
             if (found := self._roles(node, coords)) is not None:

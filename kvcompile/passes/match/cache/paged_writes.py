@@ -139,7 +139,7 @@ class _Form:
         return Write(idiom, self.node, self.root, self.values, (), self.axes.token_dim, Position(), count, places=places)
 
     def _fix_sizes(self) -> None:
-        """Add a guard where values and indices have sizes of other symbols that are one size in every valid call.
+        """Guard that the sizes of values and indices which every valid call has equal are equal, where they are different symbols.
 
         Torch compares them no sooner than their codes are written, in a graph whose guards may be complete by then.
         """

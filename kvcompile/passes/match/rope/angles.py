@@ -27,7 +27,7 @@ class ComplexPart(enum.Enum):
 
 
 class Spread(enum.Enum):
-    """How the ``width`` rotated channels share the channels of the tables."""
+    """The mapping of the ``width`` rotated channels to the channels of the tables."""
 
     WHOLE = "each its own"
     HALVES = "both halves the same"
