@@ -35,8 +35,9 @@ EMPTY = {
 
 
 def _lifted(part: Subgraph) -> set[torch.dtype]:
-    """Return the dtypes that become the wide one: those of queries, new tokens, caches and results, and every dtype of finer steps and
-    wider range.
+    """Return the dtypes that become the wide one.
+
+    They are the dtypes of queries, new tokens, caches and results, and every dtype of finer steps and wider range.
     """
     nodes = {node for site in part.sites for node in (site.attention.q, site.attention.output)}
     nodes |= {node for site in part.sites for slot in site.slots for node in (slot.root, slot.write.values)}
@@ -46,8 +47,9 @@ def _lifted(part: Subgraph) -> set[torch.dtype]:
 
 
 def _wide(held: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a constant cast to ``dtype``, with the largest and lowest number of its old dtype replaced by the largest and lowest of
-    ``dtype``.
+    """Return a constant cast to ``dtype``, with the extreme numbers of its old dtype replaced by those of ``dtype``.
+
+    The extreme numbers are the largest and the lowest one.
     """
     if held.dtype == dtype or not held.dtype.is_floating_point:
         return held.to(dtype)
@@ -110,8 +112,9 @@ def _end(node: fx.Node) -> float | None:
 
 
 def _widen(graph: fx.Graph, node: fx.Node, value: torch.Tensor, dtype: torch.dtype) -> None:
-    """Cast the result of a node that computes in torch's default dtype to ``dtype``: a new node computes it, the old
-    one becomes the cast.
+    """Cast the result of a node that computes in torch's default dtype to ``dtype``, in place.
+
+    A new node computes it, and the old one becomes the cast.
     """
     with graph.inserting_before(node):
         made = graph.call_function(node.target, node.args, dict(node.kwargs))  # type: ignore[arg-type]

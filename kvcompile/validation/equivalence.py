@@ -142,8 +142,9 @@ class _Session:
         return True
 
     def _caches(self, moment: TrialCall, expected: Sequence[Any], found: Sequence[Any]) -> str:
-        """Return how the written part of the caches of program and twin differ after a call, as text, '' if equal; keep them for the next
-        call.
+        """Return how the written parts of the program's and the twin's caches differ after a call, as text, "" if they are equal.
+
+        Keeps the caches for the next call.
         """
         last = moment.start + self.arguments.tokens(moment)
         for site in self.part.sites:

@@ -112,8 +112,9 @@ class Sessions:
         return sorted({start for start in (0, min(6, room // 3), *middle, room - count, *counted) if 0 <= start <= room - count}), room
 
     def _session(self, values: Values, start: int, count: int, calls: int, room: int | None) -> list[TrialCall]:
-        """Return up to ``calls`` successive calls of ``count`` tokens from position ``start`` on; fewer if the cache's room or the guards
-        end them.
+        """Return up to ``calls`` successive calls of ``count`` tokens from position ``start`` on.
+
+        There are fewer if the cache's room or the guards end them.
         """
         session: list[TrialCall] = []
         for at in range(start, start + count * calls, count):

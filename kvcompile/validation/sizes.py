@@ -57,8 +57,9 @@ def read(size: Any, values: Values) -> int:
 
 
 def allowed(part: Subgraph, values: Values) -> bool:
-    """Return whether the captured graph's guards admit ``values`` for the program's symbols; guards that name other
-    symbols do not count.
+    """Return whether the captured graph's guards admit ``values`` for the program's symbols.
+
+    Guards that name other symbols do not count.
     """
     return part.guards.admit(values)
 
@@ -223,10 +224,9 @@ def _asked(part: Subgraph) -> set[int]:
 
 
 def _coarse(part: Subgraph) -> int:
-    """Return a cache length at which some positions cannot be represented in a dtype that the program casts integers to; 0 without such a
-    cast.
+    """Return a cache length at which some positions cannot be represented in a dtype that the program casts integers to.
 
-    It is twice the number up to which such a dtype holds all integers: 512 for bfloat16.
+    It is twice the number up to which such a dtype holds all integers: 512 for bfloat16. 0 without such a cast.
     """
     casts = [
         value_of(node).dtype for node in part.captured.graph.nodes if op_name(node) in COPIES and is_tensor(node.args[0])

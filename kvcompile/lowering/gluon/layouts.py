@@ -131,7 +131,10 @@ def value_scales(warps: Any, tokens: Any, halves: Any, sets: Any) -> Any:
 
 @gluon.constexpr_function
 def eight_rows(warps: Any, columns: Any) -> Any:
-    """Return the layout of eight rows of a product's first operand, [WARPS, 8, columns]: ``columns`` / 4 neighbours of a row a thread."""
+    """Return the layout of eight rows of a product's first operand, [WARPS, 8, columns].
+
+    Each thread holds ``columns`` / 4 neighbours of a row.
+    """
     run = columns // 4
     registers = [[0, 0, step] for step in powers(run)]
     return linear(registers, [[0, 0, run], [0, 0, 2 * run], [0, 1, 0], [0, 2, 0], [0, 4, 0]], warps, [warps, 8, columns])
