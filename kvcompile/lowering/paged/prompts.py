@@ -128,6 +128,8 @@ def place_requests(
         length = tl.load(LENGTHS + row, mask=there, other=0).to(tl.int32)
         long = there & (count >= LEAST)
         place = tl.cumsum(long.to(tl.int32), 0) - 1 + seen
+        # More than queries allow only where rows overlap: those have no place, and give NaN beyond the queries of the kernel of steps.
+        long &= place < places
         seen += tl.sum(long.to(tl.int32), 0)
         held = tl.where(long, tl.maximum(tl.minimum(length, ROOM), 0), 0)
         tl.store(REQUESTS + place, row, mask=long)
