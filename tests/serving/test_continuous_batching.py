@@ -22,6 +22,7 @@ from kvcompile.schemes.pairs import parse_pair
 from kvcompile.serving import install, remove
 from kvcompile.serving.block_layout import BlockLayout
 from kvcompile.serving.continuous_batching.versions import VERSIONS, arguments_of
+from kvcompile.tools.planner.engines import Engine, EngineLayer, EngineOption, option_of
 
 pytestmark = pytest.mark.skipif(
     tuple(map(int, transformers.__version__.split(".")[:2])) not in VERSIONS, reason="this transformers is refused, tested below"
@@ -214,6 +215,9 @@ def test_the_engine_allocates_codes_and_nothing_else(make: Any, page: int, text:
     needed = 24 * page * 2 * layout.token_bytes
     assert needed <= cache.cache_tensor.nbytes - trash < needed + cache.bytes_per_sector
     assert cache.num_blocks * page * 2 * layout.token_bytes == cache.cache_tensor.nbytes - trash
+    layers = 2 * (EngineLayer(2, 32, 32, torch.float32, None),)
+    planned = option_of(text, (keys, values), layers, Engine.TRANSFORMERS, cache.cache_tensor.nbytes - trash)
+    assert isinstance(planned, EngineOption) and planned.tokens == cache.num_blocks * page
 
 
 def test_a_start_says_what_a_token_takes(caplog: pytest.LogCaptureFixture) -> None:

@@ -20,6 +20,7 @@ VARIANTS = ("past", "fresh")
 CODES = ("int8", "fp8")
 EXTENTS = ("tensor", "head")
 GENERATIONS = ("sm_80", "sm_89", "sm_90", "sm_100")
+ENGINES = ("vllm", "transformers")
 TASKS = ("needle", "multikey", "variable", "counts", "multivalue", "multiquery", "common", "frequent")
 STEPS, BATCH, RATE = 500, 32, 7e-4
 """Defaults of ``learn``: optimizer steps, sequences per step, and the learning rate."""
@@ -83,6 +84,7 @@ def _add_plan(commands: Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument("--prefill-rows", type=positive, default=1, help="prompts that one call takes (default 1)")
     parser.add_argument("--schemes", type=split, default=[], metavar="A,B", help="(default: all, and every setting that was measured)")
     parser.add_argument("--gpu", choices=GENERATIONS, default="sm_90", help="(default sm_90)")
+    parser.add_argument("--engine", choices=ENGINES, help="plan for its blocks: the tokens that fit, and the command that serves")
     parser.add_argument("--damage", type=float, default=LIMIT, metavar="NATS", help=f"KL that more requests may cost (default {LIMIT})")
     parser.add_argument("--dtype", choices=DTYPES, help="of the model (default: the configuration's, else bfloat16)")
     parser.add_argument("--symbolic", action="store_true", help="print the formulas of the bytes")

@@ -1,6 +1,7 @@
 """``kvcompile plan``: bytes of a model's cache under every scheme, what fits on a device, and a recommendation with its figures.
 
     kvcompile plan config.json --gpu-memory 80 --context 4096 --batch 16 --weights int4
+    kvcompile plan config.json --gpu-memory 80 --engine vllm
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ from kvcompile.passes.plan.policy import Policy, policy_of
 from kvcompile.progress import ProgressLine
 from kvcompile.report import short_text
 from kvcompile.schemes import registered, settings
+from kvcompile.tools.cli import plan_engine
 from kvcompile.tools.cli.arguments import GB, gigabytes
 from kvcompile.tools.cli.console import console
 from kvcompile.tools.cli.plan_answer import answer, lighter, paste, presets
 from kvcompile.tools.cli.plan_target import model_of
 from kvcompile.tools.planner.capacity import MOST_TOKENS, Demand
+from kvcompile.tools.planner.engines import holds
 from kvcompile.tools.planner.figures import figures
 from kvcompile.tools.planner.model import Model
 from kvcompile.tools.planner.recommend import Generation, Option, Recommendation, recommend
@@ -53,6 +56,11 @@ def run(arguments: argparse.Namespace) -> int:
     )
     known = figures()
     options = [Option.of(label, model.stores(policy, arguments.context), demand, known) for label, policy in wanted]
+    if arguments.engine:
+        held = [item for item in options if holds(item.label)]
+        best = recommend(held, demand, Generation(arguments.gpu), arguments.damage).scheme
+        plan_engine.show(arguments, model, demand, [item.label for item in options], best, held)
+        return 0
     found = recommend(options, demand, Generation(arguments.gpu), arguments.damage)
     shown = console()
     if arguments.json:

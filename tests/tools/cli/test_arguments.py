@@ -20,6 +20,7 @@ from kvcompile.tools.cli import arguments
 from kvcompile.tools.cli.dump import DumpStage
 from kvcompile.tools.cli.targets import CacheKind
 from kvcompile.tools.evaluation.tasks import TASKS
+from kvcompile.tools.planner.engines import Engine
 from kvcompile.tools.planner.recommend import Generation
 
 ROOT = Path(__file__).parents[3]
@@ -71,6 +72,7 @@ def test_choices_and_defaults_are_those_of_the_modules_that_take_them() -> None:
     enums = {
         arguments.CACHES: CacheKind, arguments.INNER: Inner, arguments.STAGES: DumpStage, arguments.VARIANTS: Variant,
         arguments.EXTENTS: ScaleExtent, arguments.GENERATIONS: Generation, arguments.PASSES: Pass,
+        arguments.ENGINES: Engine,
     }
     for given, members in enums.items():
         assert given == tuple(item.value for item in members)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from kvcompile.passes.plan.policy import policy_of
+from kvcompile.serving.block_layout import BlockLayout
 from kvcompile.tools.cli.main import main
 from kvcompile.tools.cli.plan_target import model_of
 from kvcompile.tools.planner.stores import BATCH, page_symbol
@@ -187,3 +188,25 @@ def test_settings_with_the_same_numbers_share_a_row(config: Callable[..., str], 
     (count,) = re.findall(r"squat \(\+(\d)\) .*\n", text)[:1]
     assert int(count) >= 7 and f"{count} settings of squat" in " ".join(text.split())
     assert "squat-pre" not in text and "squat-longbench" not in text
+
+
+@pytest.mark.parametrize("engine", ["vllm", "transformers"])
+def test_an_engine_is_told_what_its_blocks_hold(engine: str, config: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
+    path, pair = config(), "k=int8,v=int4"
+    asked = ["plan", path, "--engine", engine, "--context", "1000", "--schemes", f"dense,int4,{pair},kivi"]
+    assert main([*asked, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    rows = {row["scheme"]: row for row in found["schemes"]}
+    assert list(rows) == ["dense", "int4", pair] and "window" in found["refused"]["kivi"]
+    for label, (keys, values) in {"dense": ("dense", "dense"), "int4": ("int4", "int4"), pair: ("int8", "int4")}.items():
+        token = 2 * BlockLayout.of(keys, 8, 128, values=values).token_bytes
+        row = rows[label]
+        assert row["bytes_per_token"] == token
+        assert 0 <= found["memory_for_blocks"] - row["tokens"] * token < 16 * token
+        assert row["tokens"] % 16 == 0 and row["requests"] == row["tokens"] // 1008
+        assert row["dense_tokens"] == row["tokens"] * token // (2 * 2 * 8 * 128 * 2)
+    assert found["recommended"] == "dense" and ("--attention-backend CUSTOM" in found["command"]) == (engine == "vllm")
+    assert main(asked) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[-1] == found["command"] and f"{rows['dense']['tokens']:,} tokens in" in shown[-2]
+    assert any(line.startswith("not in blocks: kivi") for line in shown)
