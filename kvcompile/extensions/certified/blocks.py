@@ -33,7 +33,7 @@ class Masses(NamedTuple):
 
     @property
     def log(self) -> torch.Tensor:
-        """The log-mass of each block, float64; minus infinity if no token is visible."""
+        """The logarithm of each block's softmax mass, float64 [B, K, Q, N]; minus infinity if no token of the block is visible."""
         return self.peak.to(torch.float64) + torch.log(self.weight.to(torch.float64))
 
 

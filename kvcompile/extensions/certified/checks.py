@@ -18,7 +18,7 @@ NONE = float("-inf")
 
 
 def ranked(disagree: torch.Tensor, entering: torch.Tensor) -> torch.Tensor:
-    """Return two flags of ``rank_fails`` as bits of ``Cause``: RANK for ``disagree``, BOUNDARY for ``entering``."""
+    """Return ``Cause`` bits, int64: RANK where ``disagree`` is True, plus BOUNDARY where ``entering`` is (the flags of ``rank_fails``)."""
     return torch.where(disagree, int(Cause.RANK), 0) | torch.where(entering, int(Cause.BOUNDARY), 0)
 
 

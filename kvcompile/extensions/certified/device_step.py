@@ -258,7 +258,7 @@ class DeviceStep:
     def united(
         self, chosen: torch.Tensor, values: torch.Tensor, explored: torch.Tensor | None, clock: torch.Tensor, explore: int
     ) -> torch.Tensor:
-        """Return flags of the blocks that all query heads of a kv head read: those that any head has ``chosen``, and the explored ones."""
+        """Return int8 flags [B, K, Q, N] of the blocks that all query heads of a kv head read: ``chosen`` for any of them, or explored."""
         from kvcompile.extensions.certified.kernels.select_blocks import unite_blocks
 
         read = self.flags(*self.shape, self.blocks)
@@ -469,7 +469,7 @@ class DeviceStep:
         return parts
 
     def dense_values(self) -> torch.Tensor:
-        """Return the sums of ``weighted_values`` for rows that fall back, in parts, read from originals alone."""
+        """Return partial sums of ``weighted_values`` over originals alone, for the rows that fall back: float32 [programs, B, K, Q, Dv]."""
         from kvcompile.extensions.certified.kernels.dense_fallback import dense_values
 
         originals, new_v, programs = self.originals[1], self.new_v, self.value_programs

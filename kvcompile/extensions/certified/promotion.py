@@ -75,7 +75,7 @@ class Promoted(NamedTuple):
 
     @property
     def read(self) -> torch.Tensor:
-        """Flags of all blocks whose full-precision keys are used."""
+        """Flags of the blocks whose full-precision keys a step reads, promoted or explored; bool [B, K, Q, N]."""
         return self.keys | self.explored
 
 

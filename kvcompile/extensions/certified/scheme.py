@@ -96,7 +96,7 @@ def largest_norm(x_BKSD: torch.Tensor) -> torch.Tensor:
 
 
 def _sixteen_bits(x: torch.Tensor) -> torch.Tensor:
-    """Return x, nonnegative, rounded up to a float32 number of 16 significant bits; NaN and Inf are unchanged."""
+    """Return nonnegative float32 numbers rounded up to 16 significant bits, in the shape of ``x``; NaN and Inf are unchanged."""
     return ((x.view(torch.int32) + 0xFF) & ~0xFF).view(torch.float32)
 
 

@@ -48,7 +48,7 @@ class SiteOperands(Generic[T]):
 
     @staticmethod
     def of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> SiteOperands:
-        """Return the record of a call of the operation."""
+        """Return the operands of a call of ``certified_site`` by name, from the call's ``args`` and ``kwargs``."""
         given = named(certified_site, args, kwargs)
         held = ((given.get(f"{prefix}places"), given.get(f"{prefix}scratch")) for prefix in ("", "value_"))
         return SiteOperands(attend_operands(given), given["telemetry"], *(None if pair[1] is None else pair for pair in held))
@@ -82,7 +82,10 @@ def site_gap(operands: SiteOperands[torch.Tensor]) -> str | None:
 
 
 def site_by_kernels(launcher: Launcher, operands: SiteOperands[torch.Tensor]) -> torch.Tensor:
-    """Return the result of a site for which ``site_gap`` is None; ``launcher`` starts its kernels."""
+    """Return attention's result [B, H, S, Dv] for a site for which ``site_gap`` is None, and add the step to its telemetry.
+
+    ``launcher`` starts the kernels.
+    """
     both, telemetry = operands.scheme, operands.telemetry
     # The first accumulator of the first kv head counts steps.
     return certified_by_kernels(
@@ -92,9 +95,9 @@ def site_by_kernels(launcher: Launcher, operands: SiteOperands[torch.Tensor]) ->
 
 
 def certified_site_body(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """Return attention's result for the step whose number the telemetry holds, and add the step to the telemetry, in place.
+    """Return attention's result [B, H, S, Dv] for the step whose number the telemetry holds; add the step to the telemetry, in place.
 
-    The definition does not use the scratch.
+    Tensors on CUDA are handled by kernels where ``site_gap`` is None. The definition does not use the scratch.
     """
     operands: SiteOperands[torch.Tensor] = SiteOperands.of(args, kwargs)
     if operands.attend.q.device.type == "cuda" and site_gap(operands) is None:
@@ -107,7 +110,7 @@ def certified_site_body(*args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def _certified_site_meta(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """Return an empty tensor of the result's shape."""
+    """Return an empty tensor [B, H, S, Dv] of the queries' dtype and device, for fake tensors."""
     operands = SiteOperands.of(args, kwargs).attend
     return operands.q.new_empty(*operands.q.shape[:3], operands.value_dim)
 

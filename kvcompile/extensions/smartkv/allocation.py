@@ -68,9 +68,9 @@ def worth_of(importance_RT: torch.Tensor, terms: Terms) -> torch.Tensor:
 def by_sorting(
     value_RT: torch.Tensor, spend_R: torch.Tensor, terms: Terms, low_RT: torch.Tensor, high_RT: torch.Tensor
 ) -> torch.Tensor:
-    """Return the levels of ``allocate``, whose definition this is, computed by torch operators on any device.
+    """Return the levels of ``allocate``, int8 [R, T], computed by torch operators on any device; this is the definition of ``allocate``.
 
-    ``value``: importance as ``worth_of`` returns it.
+    ``value_RT``: importance as ``worth_of`` returns it.
     """
     (rows, tokens), steps = value_RT.shape, len(terms.worths)
     device = value_RT.device

@@ -189,7 +189,7 @@ def smartkv_observe_body(*args: Any, **kwargs: Any) -> None:
 
 
 def _attend_meta(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """Return an empty tensor of the shape and dtype of attention's result, for fake tensors."""
+    """Return an empty tensor [B, H, S, Dv] of the queries' dtype and device, for fake tensors."""
     operands: AttendOperands[torch.Tensor] = attend_operands(named(smartkv_attend, args, kwargs))
     return operands.q.new_empty(*operands.q.shape[:3], operands.value_dim)
 

@@ -352,7 +352,7 @@ def with_room(slot_buckets: Buckets, pages: int) -> Buckets:
 
 
 def grown(plane: torch.Tensor, pages: int) -> torch.Tensor:
-    """Return the plane with at least ``pages`` pages, new ones zero; the given tensor if it has them."""
+    """Return a plane [N, ...] with at least ``pages`` pages, new ones zero; ``plane`` itself if it has as many."""
     held = plane.shape[0]
     return plane if pages <= held else torch.cat([plane, plane.new_zeros(pages - held, *plane.shape[1:])])
 

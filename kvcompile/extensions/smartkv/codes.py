@@ -178,7 +178,10 @@ def turned(x: torch.Tensor) -> torch.Tensor:
 
 
 def _hadamard(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return the product along a dim with the Hadamard matrix whose entry (i, j) is -1 if i & j has an odd number of set bits, else 1."""
+    """Return ``x`` multiplied along ``dim`` by the Hadamard matrix whose entry (i, j) is -1 if i & j has an odd number of set bits, else 1.
+
+    The size of ``dim`` must be a power of two.
+    """
     size, step = x.shape[dim], 1
     x = x.movedim(dim, -1)
     while step < size:

@@ -63,7 +63,10 @@ def averaged(before: torch.Tensor, now: torch.Tensor, decay: float) -> torch.Ten
 
 
 def unbiased(average: torch.Tensor, steps: torch.Tensor, decay: float) -> torch.Tensor:
-    """Return a moving average that began at zero, divided by the sum of its steps' weights; ``steps``: the number of steps so far."""
+    """Return a moving average that began at zero, divided by the sum of its steps' weights, in the shape of ``average``.
+
+    ``steps``: the number of steps so far; 0 counts as 1, so that an average without steps stays 0.
+    """
     return average / (1 - decay ** steps.clamp(min=1).to(torch.float32))
 
 

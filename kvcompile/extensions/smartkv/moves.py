@@ -160,9 +160,10 @@ def settled(slot_buckets: Buckets, levels_BT: torch.Tensor) -> Buckets:
 
 
 def mean_of(slot_buckets: Buckets, first: int, count: int, there_BT: torch.Tensor) -> torch.Tensor:
-    """Return the plane ``mean`` of a slot of keys without settled tokens: the keys' mean over tokens at positions below ``count``.
+    """Return the mean of the keys at positions below ``count``, as the plane ``mean`` [1, B, K, 1, D] of a slot without settled tokens.
 
-    ``there``: the tokens that are present; those that are not finite are left out too. ``first`` must be 0.
+    ``there`` [B, T]: the tokens that are present; those that are not finite are left out too, and the mean of no tokens is 0. ``first``,
+    the number of settled tokens, must be 0.
     """
     assert slot_buckets.mean is not None
     assert first == 0

@@ -56,7 +56,7 @@ def put(plane: torch.Tensor, rows_BTw: torch.Tensor) -> torch.Tensor:
 
 
 def forgotten(plane: torch.Tensor, count: int) -> torch.Tensor:
-    """Return a copy of ``plane``, which is indexed by position, that holds only its first ``count`` positions."""
+    """Return a copy of ``plane``, indexed by position, with its first ``count`` positions alone: [N, B, 1, page, width] in fewer pages."""
     return put(plane, by_position(plane, min(count, plane.shape[0] * PAGE)))
 
 
@@ -170,12 +170,14 @@ def of_layers(layers: Sequence[KeyStatistics], count: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _BatchDecision:
-    """The decision for L layers in one batch.
+    """The new widths of the tokens of L layers, decided together, and what moving the tokens needs.
 
-    ``levels``: int8, and ``place``: new indices, int32, [L, B, T]; the planes ``ends`` of keys and of values; ``plain`` and ``decided``:
-    new rows of the planes ``before`` and ``decided``. ``numbers`` [L, n]: settled tokens that change, those that become wider, refused
-    promotions, and the indices where buckets end, row by row; with tier 2 also the re-encoded tokens of keys and of values, by row and
-    level. ``before``: the levels until now.
+    ``levels``, ``before``: new and present level of every token, int8 [L, B, T]. ``place``: the token's new index in the buckets, int32 [L,
+    B, T]. ``ends``: the new planes ``ends`` of keys and of values. ``plain``, ``decided``: the tokens' new entries of the planes ``before``
+    and ``decided``, [L, B, T]. ``there``: bool [L, B, T], True for tokens that some query has seen, or for all tokens of a row in which
+    none was seen.
+    ``numbers`` [L, n]: settled tokens that change, tokens that become wider, refused promotions, and the indices where buckets end, row by
+    row; with tier 2 also the re-encoded tokens of keys and of values, by row and level.
     """
 
     levels: torch.Tensor
@@ -190,7 +192,10 @@ class _BatchDecision:
 
 @dataclass(frozen=True)
 class Decision:
-    """New levels of the first ``count`` tokens of several layers; ``together``: the number of layers in each batch of ``some``."""
+    """The new levels of the first ``count`` tokens of several layers, decided in batches of ``together`` layers each.
+
+    ``some``: the decision of each batch, in the order of the layers.
+    """
 
     count: int
     together: int
@@ -264,8 +269,8 @@ def _decide_batch(scheme: Rules, layers: Sequence[LayerBuckets], slot: SlotSpec,
 def moved(scheme: Rules, layer: LayerBuckets, slot: SlotSpec, decision: Decision, number: int, held: int) -> Reallocated:
     """Return a layer's planes, rebuilt for the levels that ``decision`` chose, and the numbers of changed, refused and promoted tokens.
 
-    ``number``: the layer's index in the decision; ``held``: tokens stored by now. Reuses planes that are large enough and within the
-    budget. The layer's statistics and, at its first reallocation, the keys' mean are written in place. Waits for the decision.
+    ``number``: the layer's index among the layers of ``decision``; ``held``: tokens stored by now. Reuses planes that are large enough and
+    within the budget. The layer's statistics and, at its first reallocation, the keys' mean are written in place. Waits for the decision.
     """
     some, at = decision.some[number // decision.together], number % decision.together
     changed, promoted, refused, *rest = some.numbers.numbers[at]
@@ -326,7 +331,7 @@ def _write(plane: torch.Tensor, rows_BT: torch.Tensor) -> None:
 
 
 def _decided_from(stored_RT: torch.Tensor) -> Decided:
-    """Return the decisions stored in rows [B, T] of the plane ``decided``."""
+    """Return the ranks and numbers of checks that rows [B, T] of the plane ``decided`` store; rank NaN where nothing was decided yet."""
     number = stored_RT.to(torch.int32) - 1
     rank = (number % RANKS).to(torch.float32) / (RANKS - 1)
     return Decided(torch.where(stored_RT == 0, float("nan"), rank), torch.where(stored_RT == 0, 0, number // RANKS).to(torch.int8))

@@ -128,7 +128,11 @@ def eigenvectors(gram: torch.Tensor) -> torch.Tensor:
 
 
 def _orthogonal(columns: torch.Tensor) -> torch.Tensor:
-    """Return the columns made orthonormal, in order: each without its components along the ones before (Gram-Schmidt)."""
+    """Return the columns [..., D, n] made orthonormal, in order: each without its components along the ones before.
+
+    Computed by a Cholesky factor of the columns' products. The columns must be linearly independent in float64: otherwise the result has
+    NaN or meaningless columns, and nothing is raised.
+    """
     factor, _ = torch.linalg.cholesky_ex(columns.transpose(-1, -2) @ columns)
     return torch.linalg.solve_triangular(factor.transpose(-1, -2), columns, upper=True, left=False)
 

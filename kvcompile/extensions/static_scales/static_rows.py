@@ -111,7 +111,10 @@ class StaticRows(NamedTuple):
 
 
 def fits(slot: StaticRows) -> bool:
-    """Return whether the kernel supports this append: given scales, and one-byte codes in contiguous rows."""
+    """Return whether the append kernel supports these operands: a scheme with static scales in float32, and codes of one byte a channel.
+
+    Other conditions: a head dim that is no symbol and at most TILE, and a contiguous plane of codes.
+    """
     D = slot.x.shape[3]
     if not isinstance(D, int) or D > TILE or len(slot.planes) != 1 or schemes.parse(slot.scheme).static(D) is None:
         return False

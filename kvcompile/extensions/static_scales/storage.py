@@ -1,7 +1,7 @@
 """Files of static scales, with the fingerprint of their model.
 
-A file holds ``<path>.<key or value>``, float32 [1] or [kv heads], for every attention, and as metadata the format, the scheme's name and
-the fingerprint.
+A file holds ``<path>.<key or value>``, float32 [1] or [kv heads], for every attention, and as metadata the format, the scheme's name, the
+list of module paths (``sites``) and the fingerprint.
 """
 
 from __future__ import annotations

@@ -6,7 +6,10 @@ import torch
 
 
 def isotonic(y: torch.Tensor) -> torch.Tensor:
-    """Return the nearest nondecreasing sequence along the last axis: x_k = max over i <= k of min over j >= k of mean(y_i .. y_j)."""
+    """Return the nearest nondecreasing sequence along the last axis, in the shape and dtype of ``y``.
+
+    Its elements are x_k = max over i <= k of min over j >= k of mean(y_i .. y_j), summed in float64.
+    """
     count = y.shape[-1]
     sums = torch.cat([torch.zeros_like(y[..., :1]), y.to(torch.float64).cumsum(-1).to(torch.float64)], -1)
     i, j = torch.arange(count, device=y.device)[:, None], torch.arange(count, device=y.device)[None, :]

@@ -74,7 +74,10 @@ class HardQuantizer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, levels: torch.Tensor, thresholds: torch.Tensor, left: torch.Tensor, right: torch.Tensor,
                 rule: QuantizerConfig) -> torch.Tensor:
-        """Return tokens ``x`` quantized by ``levels`` and ``thresholds`` and decoded; ``left`` and ``right`` only receive gradients."""
+        """Return tokens ``x`` [B, K, S, D] encoded with ``levels`` and ``thresholds`` and decoded again, in the same shape.
+
+        ``left`` and ``right`` are not read: they only receive gradients.
+        """
         del left, right
         ctx.save_for_backward(x, levels, thresholds)
         ctx.rule = rule
@@ -113,7 +116,10 @@ def table_gradients(
 
 
 def rectified(left: torch.Tensor, right: torch.Tensor, half_wave: bool = True) -> torch.Tensor:
-    """Return the thresholds' gradient from G_L and G_R of a whole minibatch (Eq. 8); their plain sum without ``half_wave`` (Table 3)."""
+    """Return the gradient of the thresholds from ``left`` and ``right``, the sums G_L and G_R of a whole minibatch, in their shape (Eq. 8).
+
+    ``half_wave``: keep only the positive part of G_L and the negative part of G_R; False: return their plain sum (Table 3).
+    """
     return left.clamp(min=0) + right.clamp(max=0) if half_wave else left + right
 
 

@@ -59,9 +59,11 @@ def sees(n, AT, r, blocks, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr):
 
 @triton.jit
 def masses(PEAK, WEIGHT, EXACT_PEAK, EXACT_WEIGHT, at, live, exact):
-    """Load (peak, weight) of blocks by codes, then (peak, weight) to use: by original keys for blocks flagged ``exact``, else by codes.
+    """Load the softmax masses of blocks; return (peak, weight) by codes, and (peak, weight) to use in the certificate.
 
-    ``at``: the blocks' indices in the arrays; ``live``: the blocks that the row sees; others get 0.
+    A block's mass is ``weight`` times exp(``peak``). The masses to use are those by original keys for blocks flagged ``exact``, else those
+    by codes. ``at``: the blocks' indices in the arrays. ``live``: the blocks of which the row sees a token; both numbers of other blocks
+    are 0.
     """
     peak = tl.load(PEAK + at, mask=live, other=0.0)
     weight = tl.load(WEIGHT + at, mask=live, other=0.0)

@@ -119,7 +119,8 @@ def doubtful(square, note):
 def above(square, note):
     """Return whether a norm, given squared in float64, exceeds the stored norm ``note`` or is NaN; false for a NaN ``note``.
 
-    The square of ``note`` is exact.
+    True also for norms up to a factor of 1 - 2^-40 below ``note``: rounding of the square must not hide a larger norm. The square of
+    ``note`` is exact.
     """
     note = note.to(tl.float64)
     return (tl.where(note == note, square, 0.0) * (1.0 + 2.0**-39) <= tl.where(note == note, note * note, 0.0)) == 0

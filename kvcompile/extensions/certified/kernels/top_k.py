@@ -36,9 +36,10 @@ def reaching(ORDER, blocks, edge, CHUNK: tl.constexpr):
 
 @triton.jit
 def below(ORDER, AMOUNT, blocks, edge, CHUNK: tl.constexpr):
-    """Return (sum, count, largest): sum (float64) and largest of AMOUNT over the candidates whose order key in ORDER is below ``edge``.
+    """Return, over a row's candidates: (sum of AMOUNT below ``edge``, number of candidates at or above it, largest AMOUNT below it).
 
-    ``count``: the number of the other candidates, whose order key is at or above ``edge``.
+    A candidate is below ``edge`` if its order key in ORDER is. The sum is float64. ``blocks``: number of blocks of the row; blocks with a
+    negative key are no candidates. Sum and largest are 0 if none is below.
     """
     i = tl.arange(0, CHUNK)
     count = tl.zeros([CHUNK], tl.int32)
