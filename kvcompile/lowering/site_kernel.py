@@ -68,7 +68,7 @@ class PrefillSite:
         return prefill_offline.prefill_source(self.config, self.batch, self.queries)
 
     def compiled(self, arch: str) -> list[dict[str, str | bytes]]:
-        """Return ``ttgir``, ``ptx`` and ``cubin`` of the kernel, compiled for ``arch`` (such as "sm_90") without a device."""
+        """Return a list of one dict, the kernel's ``ttgir``, ``ptx`` and ``cubin``, compiled for ``arch`` ("sm_90") without a device."""
         return [prefill_offline.compile_offline(self.source(), self.config, arch, self.batch, self.queries)]
 
 

@@ -257,7 +257,7 @@ class Blocks(NamedTuple):
 
     @property
     def origin(self) -> torch.Tensor:
-        """The rows' origins; without padding the positions, as an argument that no kernel reads."""
+        """The rows' origins, int64 [1 or B]; without padding the positions in their place, as an argument that no kernel reads."""
         return self.slot.pos if self.slot.origin is None else self.slot.origin
 
     @property

@@ -342,7 +342,10 @@ class WindowSlot(NamedTuple):
 
     @property
     def used(self) -> torch.Tensor:
-        """The rows' origins in force, int64 [1 or B]; reads the clock, which the append overwrites, so read this before the append."""
+        """The origin by which this append counts each row's tokens, int64 [1 or B]: the mask's if the row begins, else the stored one.
+
+        Read this before the append, which overwrites the clock.
+        """
         first, kept = self.pos[:, 0], self.clock[0, :, 0, 0, 1]
         if self.origin is None:
             return torch.zeros_like(first)

@@ -203,5 +203,5 @@ UP32 = (1 + 2.0**-22, 2.0**-126)
 
 
 def up32(x: torch.Tensor) -> torch.Tensor:
-    """Return nonnegative float64 numbers rounded up to float32; the results are always above zero."""
+    """Return nonnegative float64 numbers rounded up to float32, in the shape of ``x``; the results are above zero, even for zero."""
     return (x * UP32[0] + UP32[1]).to(torch.float32)

@@ -101,12 +101,15 @@ def accumulation(softmax: Sum, values: ValueBounds, chain: float) -> torch.Tenso
 
 
 def norm(x: torch.Tensor) -> torch.Tensor:
-    """Return |x|_2 over the last axis, in float64, rounded up."""
+    """Return |x|_2 over the last axis, [..., n] -> float64 [...], rounded up."""
     return torch.linalg.vector_norm(x.to(torch.float64), dim=-1) * (1 + 2.0**-40)
 
 
 def output_rounding(size: torch.Tensor, dtype: torch.dtype, width: int) -> torch.Tensor:
-    """Return a bound on the error of rounding a result of norm ``size`` and ``width`` channels to ``dtype``."""
+    """Return a bound on the norm of the error of rounding a result to ``dtype``, in the shape of ``size``.
+
+    ``size``: the result's norm; ``width``: its number of channels.
+    """
     return _output_rounding(norm=size, out_unit=OUTPUT_UNIT[dtype], out_tiny=OUTPUT_TINY[dtype] * math.sqrt(width))
 
 

@@ -42,12 +42,15 @@ class LogitInputs:
 
 
 def total(terms: torch.Tensor) -> torch.Tensor:
-    """Return the sum over blocks (the last axis), float64."""
+    """Return the sum over blocks, [..., N] -> float64 [...]."""
     return terms.sum(-1, dtype=torch.float64)
 
 
 def gaps(peak: torch.Tensor, top: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
-    """Return each block's largest logit ``peak`` less the head's ``top``, float64, at least LOWEST; LOWEST if the block is not ``live``."""
+    """Return each block's largest logit ``peak`` [..., N] less the head's ``top`` [...], float64 [..., N], at least LOWEST.
+
+    LOWEST if the block is not ``live``; NaN of other blocks stays.
+    """
     apart = peak.to(torch.float64) - top.to(torch.float64).unsqueeze(-1)
     # NaN stays NaN, as with clamp.
     return torch.where(live, torch.where(apart < LOWEST, LOWEST, apart), LOWEST)

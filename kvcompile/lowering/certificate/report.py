@@ -140,7 +140,7 @@ class Turning:
 
 
 def _stored_rounding(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a bound on the distance of ``x`` from a number that became ``x`` by rounding to ``dtype``."""
+    """Return a bound, by element, on the distance of ``x`` from the number that became ``x`` by rounding to ``dtype``."""
     return x.abs() * (2 * OUTPUT_UNIT[dtype]) + OUTPUT_TINY[dtype]
 
 

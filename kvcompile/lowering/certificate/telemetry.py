@@ -35,7 +35,7 @@ WIDEST = KINDS.index(JoinRule.MOST), KINDS.index(JoinRule.MOST) + KINDS.count(Jo
 
 
 def side_by_side(columns: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return ``torch.stack(columns, -1)``, computed by selects.
+    """Return ``torch.stack(columns, -1)`` of tensors of one shape, computed by selects.
 
     Inductor compiles selects to one kernel, and a stack to one kernel per column.
     """
@@ -60,9 +60,10 @@ def in_a_row(parts: Sequence[torch.Tensor], width: int) -> torch.Tensor:
 def figures_of(
     candidate: Certificate, falls: torch.Tensor, dense: torch.Tensor, delta: torch.Tensor, tail: torch.Tensor
 ) -> torch.Tensor:
-    """Return the columns of ``FIGURES`` for each head, float32: bounds of the result from codes (``candidate``) and of the returned result.
+    """Return the columns of ``FIGURES`` for each head, float32 [..., figures]: bounds of the result from codes and of the returned result.
 
-    The latter has only the arithmetic bound ``dense`` where a head ``falls`` back.
+    ``candidate``: the bounds of the result from codes. ``falls``: heads that fall back, whose returned result has only the arithmetic bound
+    ``dense``. ``delta``, ``tail``: figures that are only recorded.
     """
     key, value, arithmetic = (up32(x) for x in candidate)
     columns = {
@@ -83,7 +84,10 @@ class Counted(NamedTuple):
 
 
 def counts_of(counted: Counted, widened: torch.Tensor, falls: torch.Tensor, causes: torch.Tensor) -> torch.Tensor:
-    """Return the columns of ``Count``, int32; ``falls``: heads that fall back; ``causes``: ``Cause`` bits."""
+    """Return the columns of ``Count`` for each head, int32 [..., counts].
+
+    ``widened``: heads for which rung 1 added blocks; ``falls``: heads that fall back; ``causes``: their ``Cause`` bits.
+    """
     rung = torch.where(widened, int(Rung.WIDENED), int(Rung.PLAIN))
     rung = torch.where(counted.values > 0, int(Rung.VALUES), rung)
     rung = torch.where(falls, int(Rung.HEAD), rung)

@@ -5,11 +5,11 @@ below the field); an e4m3 byte, with its sign moved to the top bit and its magni
 float16 number value * 2^-8. Tensor cores honour subnormals, and one instruction works on the two 16-bit words of a
 register. The codes' bias is either subtracted at once (``centered``; exact) or left for the caller to take out of the sum.
 
-A ``BitTrick`` is a description, printed as plain Triton (interpreter, tests) or as packed PTX. It is never
-assumed: ``find_trick`` proposes a few and returns one only if it equals the scheme's eager ``unpack`` on
-every possible word (except e4m3's two NaN codes if the scheme's scales hold NaN, see ``expressions``). For codes that hold
-NaN themselves, one addition carries for NaN codes and fills their exponent. Without a match, the caller prints the traced
-expression.
+A ``BitTrick`` is a description, printed as plain Triton (interpreter, tests) or as packed PTX. ``find_trick`` proposes a few
+tricks and returns one only if it equals the scheme's eager ``unpack`` on every possible word. Words that hold one of e4m3's two
+NaN codes are left out of that comparison if the scheme's scales hold NaN (see ``expressions``). Where codes alone hold NaN,
+the trick adds a number that carries into the exponent for NaN codes only, and so turns them into float16 NaN (``nan``).
+Without a match, the caller prints the traced expression.
 """
 
 from __future__ import annotations
@@ -61,7 +61,10 @@ class BitTrick:
         return int(bias.view(torch.int16).item()) & 0xFFFF
 
     def triton(self, word: str, centered: bool) -> str:
-        """Return a plain Triton expression on a uint16 block: float16, still to be multiplied by 2**power."""
+        """Return a plain Triton expression that unpacks the uint16 block ``word``; float16, not yet times 2**power.
+
+        ``centered``: the codes' offset is subtracted.
+        """
         source = f"({word} {'>>' if self.shift > 0 else '<<'} {abs(self.shift)})" if self.shift else word
         terms = []
         for left, mask in self.fields:
@@ -77,12 +80,19 @@ class BitTrick:
         return f"({halves} - {self.offset * 2.0**-self.power!r})" if self.offset and centered else halves
 
     def packed(self, word: str, centered: bool) -> str:
-        """Return a Triton expression by PTX on two uint16 words at a time: float16, still to be multiplied by 2**power."""
+        """Return a Triton expression that unpacks the uint16 block ``word`` by PTX, two words at a time; float16, not yet times 2**power.
+
+        ``centered``: the codes' offset is subtracted.
+        """
         end = f"mov.b32 u, {_twice(self.bias_bits)}; sub.f16x2 $0, t, u;" if self.offset and centered else "mov.b32 $0, t;"
         return _assembly(f".reg .b32 t, u; {self._fields()} {end}", [self._source(word)], "tl.float16")
 
     def packed_scaled(self, word: str, scale: str, zero: str) -> str:
-        """Return a Triton expression by PTX for codes times ``scale`` plus ``zero``, float16 blocks: one multiply-add for two elements."""
+        """Return a Triton expression that unpacks the uint16 block ``word`` by PTX and returns unpacked * ``scale`` + ``zero``, float16.
+
+        One multiply-add handles two elements. ``scale`` must include 2**power, and ``zero`` the codes' offset, since neither is applied
+        here.
+        """
         return _assembly(f".reg .b32 t, u; {self._fields()} fma.rn.f16x2 $0, t, $2, $3;", [self._source(word), scale, zero], "tl.float16")
 
     def _source(self, word: str) -> str:
@@ -116,7 +126,7 @@ class BitTrick:
 
 
 def _shifted(words16: torch.Tensor, left: int, beside: int) -> torch.Tensor:
-    """Return words shifted left, or right if ``left`` is negative, with bits of their neighbours moving in."""
+    """Return 16-bit words, held in int32, shifted left by ``left`` bits, or right if it is negative; bits of ``beside`` move in."""
     if left >= 0:
         return ((words16 << left) | (beside >> (16 - left))) & 0xFFFF
     return ((words16 | (beside << 16)) >> -left) & 0xFFFF

@@ -77,9 +77,11 @@ def picked(bits: int, sides: tuple[Codes, Codes], runs: list[str], name: str, at
 
 
 def _selectors(bits: int, sides: tuple[Codes, Codes], first: int, row: int) -> str:
-    """Return PTX that fills the selectors s, t, u, v, one per block of eight levels, with the codes of token ``row``.
+    """Return PTX that packs the codes of token ``row`` into selectors for ``prmt``: registers s, t, u, v, one per block of eight levels.
 
-    The low four bits of a byte hold a code of the first side, the high four one of the second. Bit 3 is set for codes of other blocks.
+    The two ``sides`` are the columns whose codes share the bytes of a selector: a byte's low four bits hold a code of the first side, its
+    high four bits one of the second. In the selector of a block, bit 3 of a code of another block is set, so that its lookup gives 0.
+    ``first``: the number of the assembly's first operand.
     """
 
     def nibbles(left: int, one: str, other: str) -> str:

@@ -198,7 +198,7 @@ class AttendConfig(KernelConfig):
 
     @property
     def operands(self) -> tuple[str, ...]:
-        """Names of the template's inputs, in order."""
+        """Names of the tensors that the decode template with this configuration reads, in the order in which it takes them."""
         key, value = self.plans
         beside, rotated = self.beside, self.beside.rotary_dim > 0
         present = (

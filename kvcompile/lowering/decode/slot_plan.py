@@ -80,7 +80,7 @@ class Piece:
 
     @property
     def channels(self) -> range:
-        """The channels, in word order."""
+        """The channels that this piece unpacks, in the order of the words that hold their codes."""
         return range(self.first, self.first + self.step * self.chunk.count, self.step)
 
     def word(self, column: str) -> str:

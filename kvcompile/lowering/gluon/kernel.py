@@ -2,11 +2,11 @@
 
     columns   query heads of one kv head, on the narrow side of products (8); with at most four heads, each is duplicated
     tile      WARPS * TOKENS tokens; every warp has its own TOKENS, softmax and sums, and warps exchange nothing
-    ring      STAGES slots of shared memory, into which words and scales are copied ahead of their use
+    ring      STAGES buffers of shared memory, into which words and scales are copied ahead of their use
     split     program_id(0): its share of the tokens (``extent``). With ``exact_newest`` the last one attends to the newest tokens
-    m         subtracted from scores in the exponent. Not the maximum: it is raised by octaves, when a probability times a scale
-              might overflow float16, which rarely happens after a few tiles; it changes results only by rounding
-    output    partial sums, one slot for each warp, for ``merge``
+    m         subtracted from scores in the exponent. Not the maximum: m is raised by octaves, when a probability times a scale
+              might overflow float16, which rarely happens after a few tiles; m changes results only by rounding
+    output    partial sums of each warp, for ``merge``
 """
 
 # mypy: disable-error-code="no-untyped-def,assignment,var-annotated"

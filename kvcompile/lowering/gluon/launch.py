@@ -153,7 +153,7 @@ def launches(
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
-    """Return the tensor with stride 1 in its last axis, copied if necessary."""
+    """Return ``x`` itself if the stride of its last axis is 1, else a contiguous copy."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

@@ -58,7 +58,7 @@ class OperandSpec:
     dtype: torch.dtype
 
     def tensor(self) -> torch.Tensor:
-        """Return a meta tensor of this size, stride and dtype."""
+        """Return a meta tensor, without memory, of this size, stride and dtype."""
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
 
 

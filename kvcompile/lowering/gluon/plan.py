@@ -167,9 +167,9 @@ def _kinds(key_scheme: str, value_scheme: str, dim: int) -> frozenset[tuple[bool
 
 
 def measured(key_scheme: str, value_scheme: str, dim: int) -> bool:
-    """Return whether the kernel was measured to be faster for this pair of schemes.
+    """Return whether the kernel was measured to be faster for this pair of schemes at head dim ``dim``.
 
-    That is so if both have one format in ``MEASURED``, at the measured width.
+    It was if keys and values have the same kernel format, that format is in ``MEASURED``, and ``dim`` is MEASURED_CHANNELS.
     """
     kinds = _kinds(key_scheme, value_scheme, dim)
     return dim == MEASURED_CHANNELS and len(kinds) == 1 and kinds <= MEASURED.keys()

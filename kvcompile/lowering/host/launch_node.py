@@ -219,7 +219,7 @@ class KernelCall(ir.UserDefinedTritonKernel):
 
 
 class PythonCall:
-    """One call of an operator that returns nothing, as a line of the wrapper."""
+    """One call of an operator that returns nothing, written as a line of the Python wrapper that Inductor generates."""
 
     def __init__(self, target: Any, operands: list[Any]) -> None:
         self.target, self.operands = target, operands
@@ -235,7 +235,7 @@ class PythonCall:
         return [item for item in self.operands if not isinstance(item, ir.IRNode)]
 
     def codegen(self, wrapper: Any) -> None:
-        """Write the call as a line of the wrapper."""
+        """Write the call as a line of Inductor's Python wrapper."""
         spelled = (item.codegen_reference() if isinstance(item, ir.IRNode) else wrapper.val_to_arg_str(item) for item in self.operands)
         wrapper.writeline(f"torch.ops.{self.target!s}({', '.join(spelled)})")
 

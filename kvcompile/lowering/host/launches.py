@@ -116,7 +116,10 @@ def identity(tensor: torch.Tensor) -> int:
 
 
 class OnlyRoom(TorchDispatchMode):
-    """A dispatch mode that refuses computation: it allows new empty tensors, which it keeps in ``room``, views, and queries of strides."""
+    """A dispatch mode in which functions may allocate empty tensors, take views and ask for strides, but compute nothing.
+
+    Any other operator raises NotRecorded. ``room``: the tensors that were allocated.
+    """
 
     EMPTY, ASKED = ("aten::empty", "aten::new_empty"), "prim::"
 

@@ -46,7 +46,7 @@ SHOWN = 1 << 30
 
 
 def broken(expected: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-    """Return the token count (int64) that marks a row as broken: position ``expected`` was due, position ``found`` came.
+    """Return the token counts, int64 in the shape of ``found``, that mark rows as broken: position ``expected`` was due, ``found`` came.
 
     Two equal positions mean that the store is full from there on.
     """
@@ -54,12 +54,12 @@ def broken(expected: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
 
 
 def unstored(origin: torch.Tensor, shown: torch.Tensor) -> torch.Tensor:
-    """Return the token count (int64) that marks a row as broken because its mask shows position ``shown``, before its ``origin``."""
+    """Return the token counts, int64, that mark rows as broken because their mask shows position ``shown``, which is before ``origin``."""
     return broken(origin, shown) + SHOWN
 
 
 def is_broken(held: torch.Tensor) -> torch.Tensor:
-    """Return a bool mask over token counts of a clock plane: True where the count marks its row as broken."""
+    """Return where ``held``, token counts of a clock plane, marks a row as broken: bool in the shape of ``held``."""
     return held < LEAST_HELD
 
 
@@ -76,8 +76,9 @@ def said_of(held: int) -> tuple[int, int, bool]:
 def begins(first: torch.Tensor, kept: torch.Tensor, shown: torch.Tensor) -> torch.Tensor:
     """Return, by row, whether a call from position ``first`` takes its mask's origin ``shown`` rather than the stored origin ``kept``.
 
-    True at position 0, and while the mask hides all tokens so far as padding. The result does not depend on whether ``kept`` is the
-    origin before or after the call, since one program of a kernel may read the clock while another writes it.
+    All are int64 [1 or B], the result is bool. True at position 0, and while the mask hides all tokens so far as padding. The result does
+    not depend on whether ``kept`` is the origin before or after the call, since one program of a kernel may read the clock while another
+    writes it.
     """
     return (first == 0) | ((kept >= first) & (shown >= first))
 

@@ -66,7 +66,10 @@ def grown_and_constant(
 
 
 def attend_blocks_body(*arguments: Any) -> torch.Tensor:
-    """Return the result of ``attend_blocks``, whose definition this is; a traced graph keeps its ``attend`` as one operation."""
+    """Return the result of ``attend_blocks``, [B, H, S, Dv]: the blocks of the table are gathered, and ``attend`` reads the copy.
+
+    This is the definition of the operation; a traced graph keeps its ``attend`` as one operation.
+    """
     given: BlockOperands[torch.Tensor] = BlockOperands(*arguments)
     offsets = torch.arange(given.every, device=given.table.device)
     places = (given.table.unsqueeze(2) * given.every + offsets).flatten(1)
@@ -85,6 +88,6 @@ def attend_blocks_body(*arguments: Any) -> torch.Tensor:
 
 
 def attend_blocks_meta(*arguments: Any) -> torch.Tensor:
-    """Return an empty tensor of the result's shape."""
+    """Return an empty tensor [B, H, S, Dv] of the queries' dtype and device, for fake tensors."""
     given: BlockOperands[torch.Tensor] = BlockOperands(*arguments)
     return given.q.new_empty(*given.q.shape[:3], given.value_dim)

@@ -199,7 +199,7 @@ def visible(
 
 
 def _padded(mask: torch.Tensor, tokens: int, fill: float) -> torch.Tensor:
-    """Return ``mask`` with ``tokens`` entries along its last axis: cut, or extended by ``fill``."""
+    """Return ``mask`` [..., n] with ``tokens`` entries along its last axis: cut, or extended by ``fill``."""
     missing = tokens - mask.shape[-1]
     if missing <= 0:
         return mask[..., :tokens]
@@ -218,7 +218,10 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleave
 
 
 def undo_rope_body(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """Return x with ``apply_rope`` undone, in x's dtype. Inverts the 2 x 2 matrices: cos and sin may be scaled and no pure rotation."""
+    """Return x [B, K, S, D] with ``apply_rope`` undone, in x's dtype; ``cos``, ``sin``: [1 or B, S, channels that are rotated].
+
+    It inverts the 2 x 2 matrices of pairs of channels, as cos and sin may be scaled. A singular matrix gives Inf or NaN.
+    """
     width = cos.shape[-1]
     exact = torch.promote_types(x.dtype, torch.float32)
     cos, sin = cos.to(exact).unsqueeze(1), sin.to(exact).unsqueeze(1)
@@ -247,7 +250,7 @@ def with_exact_rows(decoded: torch.Tensor, exact_newest: torch.Tensor, base: tor
 
 
 def attend_body(operands: AttendOperands[torch.Tensor], compute: torch.dtype | None = None) -> torch.Tensor:
-    """Return the result of ``attend``, whose definition this is; computed one kv head at a time.
+    """Return the result of ``attend``, [B, H, S, Dv], computed one kv head at a time; this is the definition of the operation.
 
     ``compute``: the dtype of the computation, None for q's dtype, at least float32.
     """
@@ -403,7 +406,7 @@ def _first_visible_meta(seen: torch.Tensor) -> torch.Tensor:
 
 
 def _expose(x: torch.Tensor) -> torch.Tensor:
-    """Raise ForeignBackend: another backend compiled the graph, and would read or write a tensor without storage."""
+    """Raise ForeignBackend, whatever ``x`` is: another backend compiled the graph, and would read or write a tensor without storage."""
     raise ForeignBackend(shape=tuple(x.shape))
 
 

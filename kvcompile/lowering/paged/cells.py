@@ -111,7 +111,10 @@ def fits(rule: Cells | None, x: torch.Tensor, planes: Sequence[torch.Tensor]) ->
 
 
 def launch(rule: Cells, x: torch.Tensor, planes: Sequence[torch.Tensor], slots: torch.Tensor, launcher: Launcher) -> None:
-    """Start the kernel that encodes tokens [T, K, D] by ``rule`` and writes them at ``slots`` [T] into planes [blocks, K, page, width]."""
+    """Start the kernel that encodes tokens [T, K, D] by ``rule`` and writes them at ``slots`` [T] into planes [blocks, K, page, width].
+
+    Tokens with negative slots are skipped.
+    """
     (count, heads, dim), (codes, scales) = x.shape, planes
     many = tokens_of(x.transpose(0, 1).unsqueeze(0), dim, TILE)
     launcher.kernel(

@@ -44,7 +44,10 @@ def viewed(plane: torch.Tensor, every: int) -> torch.Tensor:
 
 
 def first_of(table: torch.Tensor, plane: torch.Tensor, every: int) -> torch.Tensor:
-    """Return, for each entry of a block table, its block's number in the planes of ``viewed``, int32; -1 if the store has no such block."""
+    """Return the number in the planes of ``viewed`` of each block that ``table`` names, int32 in the table's shape; -1 if there is none.
+
+    ``every``: tokens of a block.
+    """
     pages, _, heads, rows, _ = plane.shape
     of_a_head = rows // every
     inside = (table >= 0) & (table < pages * of_a_head)
