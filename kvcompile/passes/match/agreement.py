@@ -1,7 +1,7 @@
 """Agreement: recognise in more than one world (``graph.worlds``: values of the symbolic sizes), and keep the results that are equal in all.
 
-Recognition works on sampled coordinates, which are numbers. If it took a number from a symbolic size, another world gives another number,
-and the results differ. A record of nodes, symbolic sizes and the program's own constants is equal in every world.
+Recognition works on sampled coordinates, which are numbers. If it takes a symbolic size for a number, that number differs in another world,
+and so do the results. A result that consists of nodes, symbolic sizes and the program's own constants is equal in every world.
 """
 
 from __future__ import annotations

@@ -38,9 +38,10 @@ class Binding:
 
 @dataclass(frozen=True)
 class Rewritten:
-    """The rewritten graph of a variant, the caller's arguments that it still takes (``kept``), and its slots in plane order.
+    """The rewritten graph of a variant, the indices of the arguments that it still takes (``kept``), and its slots in plane order.
 
-    ``dropped_outputs``: outputs that are caches and left the graph. ``results``: the number of outputs before.
+    ``dropped_outputs``: indices of the outputs that are caches, which the rewritten graph does not return. ``results``: the number of
+    outputs of the graph before its rewrite.
     """
 
     module: fx.GraphModule

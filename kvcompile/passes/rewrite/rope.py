@@ -61,7 +61,7 @@ class RopeTables:
         return [self._at(emit, slot, slot.rope, self.places[key]), slot.rope.interleaved]
 
     def _place(self, emit: Emitter, slot: SlotPlan, position: fx.Node, origin: fx.Node | None) -> fx.Node:
-        """Emit new tokens' indices in the store, int64 [1 or B, S]: positions less the row's origin, as the append counts them."""
+        """Return a node for new tokens' indices in the store, int64 [1 or B, S]: positions less the row's origin, as the append counts."""
         if origin is None:
             return position
         where = slot.slot.part

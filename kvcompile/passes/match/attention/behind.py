@@ -88,9 +88,9 @@ def _next(node: fx.Node) -> fx.Node:
 
 
 def _keeps(node: fx.Node, name: str) -> bool:
-    """Return whether the operator ``name`` of a node returns its weights unchanged, or with zeros in place of NaN.
+    """Return whether a node, by an operator called ``name``, returns the attention weights that it reads unchanged.
 
-    NaN are the weights of a query that sees no token.
+    ``nan_to_num`` with zeros counts, since only the weights of a query that sees no token are NaN; so does a dropout that drops nothing.
     """
     if name == "dropout":
         return bool(node.args[1] == 0.0 or not node.args[2])

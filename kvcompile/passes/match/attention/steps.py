@@ -141,9 +141,10 @@ def _reaches_product(node: object, depth: int = 24) -> bool:
 
 
 def _scaled(state: Scores, node: fx.Node, factor: float) -> None:
-    """Multiply the scores by a number.
+    """Multiply the scores by a number; directly after a tanh, the number becomes the softcap instead.
 
-    Raises Miss after a softcap, or if the product would make an earlier mask too weak to hide tokens.
+    Raises Miss for a mask between a tanh and its factor, after a softcap, for a factor that is not positive after a mask, or if the product
+    would make an earlier mask too weak to hide tokens.
     """
     if state.capping:
         if state.masks:

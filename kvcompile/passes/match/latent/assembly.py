@@ -237,9 +237,9 @@ def _grows(node: fx.Node, coords: Coords, run: _ChannelRun) -> bool:
 
 
 def _cuts(column: np.ndarray, run: _ChannelRun, edges: list[int], node: fx.Node) -> set[int]:
-    """Return the operand's channels at which ``column``, the coordinate of each channel, crosses one of ``edges``.
+    """Return the channels of a run at which the coordinates ``column``, one per channel, pass one of ``edges``.
 
-    Raises Miss if the coordinates are not consecutive.
+    ``edges``: coordinates. Raises Miss at ``node`` unless all channels of the run are equally far from their coordinates.
     """
     shift = column - run.channel
     if not (shift == shift[0]).all():

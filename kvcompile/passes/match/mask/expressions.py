@@ -362,7 +362,10 @@ def _copied(node: fx.Node, coords: Coords) -> Expr:
 
 
 def _chosen(node: fx.Node, condition: Any, yes: Any, no: Any, coords: Coords) -> Expr:
-    """Return ``where`` or ``masked_fill``, with its numbers in the dtype of the result."""
+    """Return the expression of a ``where`` or ``masked_fill`` node, whose two values are converted to the node's dtype.
+
+    ``condition``, ``yes`` and ``no``: the node's operands, tensors or numbers. ``coords``: the coordinates of the result to read.
+    """
     dtype = value_of(node).dtype
     sides = (_converted(_operand(item, coords), value_of(item).dtype if is_tensor(item) else dtype, dtype) for item in (yes, no))
     return Expr("where", (_truth(_operand(condition, coords)), *sides))

@@ -332,7 +332,7 @@ def _may_hide(term: MaskTerm) -> bool:
 
 
 def shown_by(term: MaskTerm, mask: torch.Tensor) -> torch.Tensor:
-    """Return which tokens a mask's value shows, bool of its shape."""
+    """Return which tokens the values ``mask`` of a mask show to queries, bool in the shape of ``mask``."""
     if term.kind is MaskKind.ADD:
         return ~(mask <= hidden_at(term))
     return mask == 0 if term.kind is MaskKind.FILL else mask if mask.dtype is torch.bool else mask != 0

@@ -181,7 +181,10 @@ class Reader:
         return self._table(source, rest, dim, part)
 
     def _sliced_along_tokens(self, node: fx.Node, coords: Coords, rows: np.ndarray) -> int | None:
-        """Return the dim along which a slice of a table has one row for each token; None where there is none."""
+        """Return the dim of a slice of a table that has one entry for each token of the call; None if the slice has none.
+
+        ``coords``: the coordinates of the slice that the angles read; ``rows``: the indices of these coordinates among the sampled ones.
+        """
         arguments = bind(node)
         dim = int(arguments["dim"]) % coords.shape[1]
         count, whole = sizes(node)[dim], sizes(operand(node))[dim]
