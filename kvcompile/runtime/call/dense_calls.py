@@ -130,9 +130,10 @@ class DenseCalls:
     def out_of_order(
         self, forms: Sequence[CacheForm], args: tuple[Any, ...], found: OutOfOrder, densified: Mapping[int, str]
     ) -> tuple[Any, ...]:
-        """Return the results of a call that a window cannot serve, computed on dense caches.
+        """Return the results of a call whose tokens a window cannot take in their order, computed by the unrewritten graph on dense caches.
 
-        The caches stay dense if no later call can be served either.
+        ``found``: the refusal, with its reason. ``densified``: why other arguments that the graph writes become dense, by their index. If
+        ``found.lost``, the caches are marked to stay dense. Raises Unsupported without a compiler.
         """
         group = found.group
         results = self._run(forms, args, found.why, group.where, densified)

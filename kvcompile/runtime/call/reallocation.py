@@ -144,9 +144,10 @@ def _alike(layers: Iterable[_Held]) -> Iterable[list[_Held]]:
 
 
 def _importance(layers: Sequence[_Held], held: Sequence[_Held]) -> torch.Tensor:
-    """Return the importance of the stored tokens of ``layers``, which are alike, as their scheme computes it; a new tensor.
+    """Return the importance of the stored tokens of ``layers``, in a new tensor, as ``importance`` of their scheme computes it.
 
-    ``held``: all layers of the graph; the planes of those that are alike are passed to the scheme, which may average over them.
+    The ``layers`` are alike. ``held``: all layers of the graph; the planes of those that are alike are passed to the scheme, which may
+    average over them.
     """
     among = [tuple(item.keys.planes) for item in held if item.alike == layers[0].alike]
     return layers[0].keys.scheme.importance([tuple(item.keys.planes) for item in layers], layers[0].count, among)

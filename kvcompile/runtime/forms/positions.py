@@ -87,7 +87,7 @@ class PositionReader:
         """Whether positions depend on nothing else: then they continue in order unless other code moves a counter (``store.counters``)."""
 
     def of_call(self, args: tuple[Any, ...]) -> Callable[[], TokenPositions]:
-        """Return a function that evaluates a call's positions on its first call."""
+        """Return a function without arguments that returns the positions of the call with ``args``; it computes them when first called."""
         made: list[TokenPositions] = []
 
         def found() -> TokenPositions:

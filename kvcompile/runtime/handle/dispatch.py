@@ -180,7 +180,10 @@ class _Operands:
 
 
 def _copy_of(value: Any) -> torch.Tensor:
-    """Return a decoded copy of a cache; of a part or view, a view of the decoded whole with the same geometry."""
+    """Return a decoded copy of a cache; of a part, a view of a decoded copy of the whole, at the same place in memory.
+
+    A decoded view is returned as a plain tensor. If other tensors have overwritten tokens of the whole, only the part is decoded.
+    """
     if is_view(value):
         return torch.Tensor.as_subclass(value, torch.Tensor)
     root, place = home(value)

@@ -229,7 +229,7 @@ def concatenated(parts: Sequence[Any], dim: int = 0, **rest: Any) -> Any:
 
 
 def _gone_back(state: CacheState, length: int) -> CacheState | None:
-    """Roll back ``state``, which no other handle uses, to ``length`` tokens and return it; None if its window has lost these tokens."""
+    """Roll back ``state``, which no other handle uses, to its first ``length`` tokens and return it; None if its window has lost tokens."""
     try:
         state.rewind(length)
     except WindowPassed:

@@ -152,7 +152,7 @@ def is_handle(value: object) -> TypeGuard[CompressedCache]:
 
 
 def _stub(state: CacheState, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return the single NaN that is the memory of all handles of a state: a raw read returns no number.
+    """Return the tensor [1] of one NaN that is the memory of all handles of a state, so that a raw read returns no number.
 
     Handles of different caches share no memory: Dynamo refuses to trace a nested region with two inputs that do.
     """
@@ -228,10 +228,10 @@ def retake(part: CompressedCache, made: Any) -> bool:
 
 
 def to_dense(value: torch.Tensor, why: str) -> torch.Tensor:
-    """Turn a handle into the dense tensor that it represents, in place: its identity stays, the saved bytes are used again.
+    """Turn a handle into the dense tensor that it represents, in place, and return it: it stays the same object.
 
-    Its parts and views become views of its memory; a part or view given as ``value`` is turned dense with its whole cache. ``why`` is
-    logged once for each reason, unless it is "" or the cache is empty.
+    The handle's parts and views become views of its memory; a part or view given as ``value`` is turned dense with its whole cache. A
+    tensor without a compressed cache is returned unchanged. ``why`` is logged once for each reason, unless it is "" or the cache is empty.
     """
     root, _ = home(value)
     if not is_handle(root):

@@ -121,7 +121,7 @@ class ViewGeometry:
         return ViewGeometry(view.dtype, tuple(view.shape), tuple(view.stride()), int(view.storage_offset()))
 
     def within(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the view of another tensor with this geometry."""
+        """Return a tensor over the memory of ``whole``, with this dtype, offset, size and strides. Gradients are not recorded."""
         with DisableTorchFunctionSubclass(), torch.no_grad(), torch.inference_mode(whole.is_inference()):
             made = torch.empty(0, dtype=self.dtype, device=whole.device)
             return made.set_(whole.untyped_storage(), self.offset, self.size, self.stride)

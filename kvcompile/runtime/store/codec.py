@@ -95,7 +95,10 @@ def _held(store: Store, tokens: int) -> torch.Tensor:
 
 
 def _rotated(store: Store, keys: torch.Tensor) -> torch.Tensor:
-    """Return the model's keys from keys stored before RoPE. Raises AnglesUnknown if no compiled call has given the angles."""
+    """Return keys [B, K, T, D] as the model has them, from ``keys`` stored before RoPE.
+
+    Raises AnglesUnknown if no compiled call has given the store the angles.
+    """
     if store.rope is None:
         raise AnglesUnknown(length=keys.shape[2])
     place, padding = torch.arange(keys.shape[2], device=store.device).unsqueeze(0), store.left_padding

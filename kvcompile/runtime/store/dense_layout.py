@@ -44,7 +44,7 @@ def put_tokens(x_BKTD: torch.Tensor, dense: torch.Tensor, axes: Axes) -> None:
 
 
 def _order(flat: list[str]) -> list[int]:
-    """Return the indices of a cache tensor's dims in the order B, K, T (all of them), D."""
+    """Return the indices in ``flat``, the letters of a cache tensor's dims, in the order B, K, T, D; a letter of several dims gives all."""
     return [dim for role in ("B", "K", "T", "D") for dim, found in enumerate(flat) if found == role]
 
 

@@ -43,9 +43,9 @@ def disorder(store: Store, where: str, row: int = 0) -> Iterator[TokensOutOfOrde
 
 
 def overlaid(store: Store, values: torch.Tensor) -> torch.Tensor:
-    """Return ``values``, decoded tokens, with the tokens in the window replaced by exact ones, at the caller's positions; padding is zero.
+    """Return decoded tokens ``values`` [B, K, T, D] at the caller's positions, those in the window replaced by exact ones.
 
-    Waits for the device. Raises TokensOutOfOrder if a row's contents are undefined.
+    Padding and positions that are not filled are zero. Waits for the device. Raises TokensOutOfOrder if a row's contents are undefined.
     """
     window = store.window
     assert window is not None

@@ -36,7 +36,10 @@ class _Alias:
 
 
 def host_plane(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return zeros of ``shape`` in pinned host memory, as a tensor on a CUDA ``device``. Raises HostMemoryFull if it cannot be had."""
+    """Return zeros of ``shape`` in pinned host memory, as a tensor on the CUDA device ``device``.
+
+    A tensor without elements is an ordinary one on ``device``. Raises HostMemoryFull if the memory cannot be had.
+    """
     while _LEAVING and _LEAVING[0][0].query():
         _LEAVING.popleft()
     size = dtype.itemsize

@@ -45,8 +45,8 @@ class Store:
     """The planes of one slot of one cache.
 
     ``padding``: for a windowed store made from a dense cache, a store with the tokens before each row's origin, counted from 0; else None.
-    One step's mask hides them, which does not prove that they are padding, so reads of the cache outside of compiled code return them.
-    Compiled calls ignore them.
+    The mask of one step hides these tokens, which does not prove that they are padding, so the cache returns them when it is read outside
+    of compiled code. Compiled calls ignore them.
     ``family``: the stores that may hold the same plane tensors (``shared_planes``), itself included; None if no other store does.
     """
 
@@ -74,7 +74,7 @@ class Store:
     # --- memory ----------------------------------------------------------------------------------
 
     def _zeros(self, plane: PlaneSpec, pages: int) -> torch.Tensor:
-        """Allocate an empty plane, in pinned host memory if its spec says so."""
+        """Return a new plane as the scheme makes it empty, or of zeros in pinned host memory if its spec says so."""
         with ordinary():
             if plane.host and self.device.type == "cuda":
                 shape = plane.shape(pages, self.batch, self.spec.slot.heads)
@@ -273,7 +273,7 @@ class Store:
         return made
 
     def copied(self, index: int) -> torch.Tensor:
-        """Return a copy of one plane, in pinned host memory if the plane belongs there."""
+        """Return a copy of plane number ``index``, in pinned host memory if the plane belongs there."""
         plane, spec = self.planes[index], self.spec.layout.planes[index]
         return plane.clone() if not spec.host or self.device.type != "cuda" else self._pinned(plane)
 
