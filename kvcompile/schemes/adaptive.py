@@ -38,7 +38,7 @@ class Due(enum.Enum):
 
 
 def on_device(numbers: Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """Return host numbers as a tensor on ``device``, without synchronising."""
+    """Return a list of numbers as a tensor [n] on ``device``; the copy to a CUDA device does not make the host wait."""
     made = torch.tensor(numbers, dtype=dtype, device="cpu")
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
 

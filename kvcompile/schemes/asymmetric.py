@@ -90,14 +90,14 @@ UNPACK = {2: _unpack2, 3: _unpack3, 4: _unpack4, 5: _unpack5, 8: _unpack8}
 
 
 def rounded_down(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the largest number of ``dtype`` that is at most the float32 x; infinite if x is beyond the dtype's range."""
+    """Return float32 ``x`` rounded down to ``dtype``, in its shape; infinite if x is beyond the dtype's range, NaN stays."""
     near = as_stored(x, dtype)
     below = torch.nextafter(near, torch.full_like(near, float("-inf"))) if dtype == torch.float32 else _before(near)
     return torch.where((near.to(torch.float32) > x) & torch.isfinite(near), below, near)
 
 
 def _before(x: torch.Tensor) -> torch.Tensor:
-    """Return for each element of ``x``, of a 16-bit float dtype, the next smaller number of that dtype."""
+    """Return the next smaller number of the same dtype for each finite element of ``x``, whose dtype is float16 or bfloat16."""
     raw = x.view(torch.int16)
     # Read as an integer, a positive float grows with its bits and a negative one falls; below both zeros is the smallest negative
     # subnormal.
@@ -120,7 +120,10 @@ def stored_range(grouped: torch.Tensor, dim: int, steps: int, dtype: torch.dtype
 
 
 def in_scales(grouped: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
-    """Return (x - zero) / scale in float32; 0 if the scale is 0, since such groups decode to their zero point."""
+    """Return (grouped - zero) / scale in float32, in the shape of ``grouped``; 0 where ``stored_range`` gave the scale 0.
+
+    All values of such a group equal its zero point.
+    """
     step = scale.to(torch.float32)
     return (grouped - zero.to(torch.float32)) / torch.where(step == 0, torch.ones_like(step), step)
 

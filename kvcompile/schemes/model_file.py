@@ -97,7 +97,7 @@ class ModelFile:
         return self.error(expected=f"a whole file of {self.holds}", found=f"{path}, which cannot be read ({error.fact})", todo=self.todo)
 
     def marks(self, path: str | Path) -> bool:
-        """Return whether a file can be opened and is of this kind."""
+        """Return whether ``path`` is a readable safetensors file whose metadata names this format; False for any other file."""
         from safetensors import SafetensorError, safe_open
 
         try:

@@ -16,7 +16,10 @@ def entry_of(path: str, known: Iterable[str]) -> str | None:
 
 
 def matches(entry: str, path: str) -> bool:
-    """Return whether an entry means a module path: one path ends with the other, or the entry names a layer by number (``layers.3``)."""
+    """Return whether ``entry`` names a module path by a part of it: one ends with "." and the other, or ``entry`` is a layer ("layers.3").
+
+    False for equal paths, which ``entry_of`` compares first.
+    """
     if entry.endswith(f".{path}") or path.endswith(f".{entry}"):
         return True
     return re.fullmatch(r"layers\.\d+", entry) is not None and f".{entry}." in f".{path}."

@@ -42,16 +42,20 @@ def require_scale_dtype(dtype: object, scheme: str) -> None:
 
 
 def stored_scale(amax: torch.Tensor, qmax: float, dtype: torch.dtype) -> torch.Tensor:
-    """Return amax / qmax rounded up to ``dtype``, at least its smallest positive number; NaN if amax is not finite.
+    """Return amax / qmax rounded up to ``dtype``, in the shape of ``amax``: at least the dtype's smallest positive number, never 0.
 
-    amax is multiplied by a constant reciprocal: devices and compilers divide by a constant differently, but agree on a product.
+    NaN if amax is not finite. amax is multiplied by a constant reciprocal: devices and compilers divide by a constant differently, but
+    agree on a product.
     """
     exact = torch.where(torch.isfinite(amax), amax * (1 / qmax), torch.full_like(amax, float("nan")))
     return rounded_up(exact, dtype).clamp(min=TINY[dtype])
 
 
 def rounded_up(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a nonnegative float32 in ``dtype``, rounded up by at most one unit in the last place; NaN stays, Inf becomes NaN."""
+    """Return nonnegative float32 numbers rounded up to ``dtype``, by at most one unit in the last place; float32 as they are.
+
+    NaN stays, Inf becomes NaN, and a finite number beyond the dtype's range becomes Inf.
+    """
     exact = torch.where(torch.isfinite(exact), exact, torch.full_like(exact, float("nan")))
     if dtype == torch.float32:
         return exact
