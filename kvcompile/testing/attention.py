@@ -16,7 +16,10 @@ DECODED = "let `decode` take the planes that attention reads, of some heads and 
 
 @law(Over.DEFAULT, DECODED)
 def attention_is_over_the_decoded_tokens(scheme: Scheme) -> None:
-    """Check that attention equals the float64 reference: under every mask and bias, in every dtype, at several lengths and head groups."""
+    """Check that attention equals the float64 reference: under every mask and bias, in every dtype, at several lengths and head groups.
+
+    Raises Unlike.
+    """
     problem = Problem(scheme, scheme)
     for operands in masks(problem).values():
         problem.check(**operands)
@@ -28,7 +31,10 @@ def attention_is_over_the_decoded_tokens(scheme: Scheme) -> None:
 
 @law(Over.DEFAULT, DECODED)
 def a_query_that_sees_nothing_gives_zeros(scheme: Scheme) -> None:
-    """Check that a query that sees no token gives zeros: by its limit, padding, a mask or a bias, with and without sinks."""
+    """Check that a query that sees no token gives zeros, with and without sinks; raises Unlike.
+
+    Its limit, padding, a mask or a bias hides all tokens from it.
+    """
     for dtype in DTYPES:
         problem = Problem(scheme, scheme, dtype)
         hi = problem.hi.clone()
@@ -48,7 +54,7 @@ def a_query_that_sees_nothing_gives_zeros(scheme: Scheme) -> None:
 
 @law(Over.DEFAULT, DECODED)
 def tokens_that_are_hidden_have_no_say(scheme: Scheme) -> None:
-    """Check that NaN or arbitrary codes in tokens that masks hide do not change the result."""
+    """Check that NaN or arbitrary codes in tokens that masks hide do not change attention's result; raises Unlike."""
     problem = Problem(scheme, scheme)
     lo, keep = torch.full_like(problem.hi, 10), torch.ones(1, problem.tokens, dtype=torch.bool, device="cpu")
     keep[:, 20:25] = False
@@ -64,7 +70,10 @@ def tokens_that_are_hidden_have_no_say(scheme: Scheme) -> None:
 
 @law(Over.DEFAULT, "make the scale of a group NaN where a value of it is NaN or Inf, so that whoever attends to it sees it")
 def nan_that_is_attended_to_comes_out(scheme: Scheme) -> None:
-    """Check that a key or value of NaN or Inf leaves no finite result to queries that see it; a key leaves earlier queries finite."""
+    """Check that a key or value of NaN or Inf leaves no finite result to queries that see it; a key leaves earlier queries finite.
+
+    Raises Unlike.
+    """
     for role in Role:
         for poison in (float("nan"), float("inf")):
             for sinks in (None, torch.zeros(6, device="cpu")):

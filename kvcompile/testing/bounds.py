@@ -62,7 +62,10 @@ def _function(bound: sympy.Expr) -> Callable[[np.ndarray, np.ndarray, np.ndarray
 
 
 def bound_of(scheme: Scheme, x_BKSD: torch.Tensor, spec: SlotSpec) -> torch.Tensor:
-    """Return the error bound of a scheme that has one for every channel of ``x_BKSD``, in float64."""
+    """Return the error bound of each channel of ``x_BKSD``, float64 [B, K, S, D], from the scheme's ``bound``.
+
+    The scheme must announce one: an AssertionError otherwise.
+    """
     amax, spread, norm = amax_of(scheme, x_BKSD, spec), spread_of(scheme, x_BKSD, spec), norms_of(scheme, x_BKSD, spec)
     bound = scheme.bound(spec)
     assert bound is not None, f"{scheme.name} announces no bound"

@@ -97,7 +97,10 @@ def grown(scheme: Scheme, calls: tuple[int, ...]) -> tuple[Callable[..., Any], l
 
 
 def hold(scheme: Scheme, caches: list[torch.Tensor], expected: tuple[torch.Tensor, ...], roundings: int = 1) -> None:
-    """Check that caches decode to the ``expected`` tokens, within ``roundings`` times the scheme's error bound. Raises Unlike."""
+    """Check that caches decode to the ``expected`` tokens, within ``roundings`` times the scheme's error bound. Raises Unlike.
+
+    Of a scheme without a bound, only the shape and the absence of NaN and Inf are checked.
+    """
     for cache, x, role in zip(caches, expected, Role, strict=True):
         made, found = scheme.for_role(role), decoded(cache)
         if found.shape != x.shape:
@@ -117,7 +120,11 @@ def hold(scheme: Scheme, caches: list[torch.Tensor], expected: tuple[torch.Tenso
 
 @law(Over.CACHES, "let what a store decodes to be what attention was given, in calls of any length")
 def a_compiled_attention_fills_a_cache(scheme: Scheme) -> None:
-    """Check the results and the cached tokens of a prompt and steps, over a cache of fixed capacity and over a growing one."""
+    """Check that the caches of a compiled attention hold a prompt and steps, over a cache of fixed capacity and over a growing one.
+
+    Over the fixed capacity, results must be finite and of the dense attention's shape, and those of the prompt close to its results if the
+    scheme does not read codes in the prompt. Raises Unlike.
+    """
     _, caches, (_, keys, values) = grown(scheme, (PROMPT, *STEPS))
     hold(scheme, caches, (keys, values))
     width = fitting(scheme).head_dim
@@ -138,7 +145,10 @@ def a_compiled_attention_fills_a_cache(scheme: Scheme) -> None:
 
 @law(Over.CACHES, "let the scheme be made again from its fields: dataclasses and enums of plain values, defined in a module")
 def a_saved_cache_comes_back(scheme: Scheme) -> None:
-    """Check that a cache decodes to the same values after ``torch.save`` and ``torch.load`` (``weights_only``), and after a deep copy."""
+    """Check that a cache decodes to the same values after ``torch.save`` and ``torch.load`` (``weights_only``), and after a deep copy.
+
+    Raises Unlike.
+    """
     _, caches, _ = grown(scheme, (PROMPT, 1))
     for cache in caches:
         file = io.BytesIO()
@@ -153,7 +163,7 @@ def a_saved_cache_comes_back(scheme: Scheme) -> None:
 
 @law(Over.CACHES, "let a token's codes depend on its own batch row alone, and `layout` give every plane its batch rows")
 def a_reordered_cache_holds_its_rows(scheme: Scheme) -> None:
-    """Check that batch rows selected by ``index_select``, as for beams, decode unchanged, and that a step extends them."""
+    """Check that batch rows selected by ``index_select``, as for beams, decode unchanged, and that a step extends them; raises Unlike."""
     run, caches, (q, keys, values) = grown(scheme, (PROMPT, 1))
     rows = torch.tensor([2, 0, 0], device="cpu")
     before = [decoded(cache) for cache in caches]
@@ -168,7 +178,10 @@ def a_reordered_cache_holds_its_rows(scheme: Scheme) -> None:
 
 @law(Over.CACHES, "encode a block once its last token is there, from its full-precision tokens in the window")
 def a_cropped_cache_goes_on(scheme: Scheme) -> None:
-    """Check that tokens cropped from a cache, such as a rejected draft, are replaced by the next tokens."""
+    """Check that tokens cropped from a cache, such as a rejected draft, are replaced by the next tokens; raises Unlike.
+
+    Schemes that need tokens in order and have no window are not checked: they cannot take tokens back.
+    """
     if scheme.in_order and not (scheme.window or scheme.for_role(Role.KEY).window):
         return
     run, caches, (q, keys, values) = grown(scheme, (PROMPT, CROPPED, 1))

@@ -25,7 +25,7 @@ def outputs(scheme: Scheme, inner: str) -> list[torch.Tensor]:
 
 @law(Over.DEFAULT, "write `encode` so that every compiler rounds it alike: products where there is a choice, no division by a constant")
 def inductor_gives_what_the_definition_gives(scheme: Scheme) -> None:
-    """Check that Inductor's code gives the results of the eager bodies, within 1e-4 of the largest."""
+    """Check that Inductor's code gives the results of the eager bodies, within 1e-4 of the largest; raises Unlike."""
     for index, (eager, found) in enumerate(zip(outputs(scheme, "eager"), outputs(scheme, "inductor"), strict=True)):
         error, size = float((found - eager).abs().max()), float(eager.abs().max())
         if not error <= 1e-4 * size:

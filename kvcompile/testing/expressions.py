@@ -39,7 +39,7 @@ def _whole(fmt: KernelFormat) -> KernelFormat:
 
 
 def words_of(fmt: KernelFormat) -> torch.Tensor:
-    """Return all 256 words of a format with words of one byte, or random words of more bytes."""
+    """Return words to compare, in the format's dtype [n]: all 256 words of one byte, or SAMPLED random words of more bytes."""
     size = fmt.word_dtype.itemsize
     if size == 1:
         return torch.arange(256, dtype=torch.int32, device="cpu").to(torch.uint8).view(fmt.word_dtype)
@@ -93,7 +93,10 @@ def compiled(source: str) -> ctypes.CDLL:
 
 @law(Over.DEFAULT, "write `unpack` with >> << & | ^ + - *, .to and .view alone, the same whatever tensor it is given")
 def printed_expressions_equal_unpack(scheme: Scheme) -> None:
-    """Check that C++ printed from ``unpack`` returns the values of ``unpack`` for all tried words, and that Triton can be printed."""
+    """Check that C++ printed from ``unpack`` returns the values of ``unpack`` for all tried words, and that Triton can be printed.
+
+    Raises Unlike, or LeftOut without a C++ compiler.
+    """
     found = formats(scheme)
     for fmt in found:
         for part in range(fmt.parts):

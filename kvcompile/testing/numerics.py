@@ -22,7 +22,10 @@ RESCALE = (
 
 @law(Over.BOUNDED, "announce in `bound` what `encode` and `decode` really do, rounding of the stored scale included")
 def round_trip_is_within_the_bound(scheme: Scheme) -> None:
-    """Check that |x - decode(encode(x))| is at most ``bound``, for every head dim that ``check`` accepts."""
+    """Check that |x - decode(encode(x))| is at most ``bound``, for every head dim that ``check`` accepts; raises Unlike.
+
+    A head dim that ``check`` refuses must be named in its error.
+    """
     for head_dim in widths(scheme):
         if not holds(scheme, slot(head_dim=head_dim)):
             _refuses(scheme, head_dim)
@@ -37,7 +40,7 @@ def round_trip_is_within_the_bound(scheme: Scheme) -> None:
 
 
 def _refuses(scheme: Scheme, head_dim: int) -> None:
-    """Check that a scheme either accepts a head dim, or refuses it with an error that names the head dim."""
+    """Check that a scheme accepts a head dim, or refuses it with an error that names the head dim; raises Unlike."""
     try:
         scheme.check(slot(head_dim=head_dim))
     except SchemeError as error:
@@ -47,7 +50,7 @@ def _refuses(scheme: Scheme, head_dim: int) -> None:
 
 @law(Over.BOUNDED, "announce a smaller bound: errors of real values come nowhere near it, so it says nothing to a user")
 def bound_is_not_vacuous(scheme: Scheme) -> None:
-    """Check that the largest error of many values is at least half of its bound."""
+    """Check that the error of at least one of many values is half of its bound or more. Raises Unlike."""
     spec = fitting(scheme)
     x = normal(3, 2, 1000, spec.head_dim)
     bound = bound_of(scheme, x, spec)
@@ -72,7 +75,10 @@ def within(scheme: Scheme, x: torch.Tensor, spec: SlotSpec) -> None:
 
 
 def _each_within(scheme: Scheme, x_SD: torch.Tensor, spec: SlotSpec) -> None:
-    """Check the error of each token [S, D] against the bound, in a block of its own filled with zeros: no two share a scale."""
+    """Check the error of each token [S, D] against the bound, in a block of its own filled with zeros, so that no two share a scale.
+
+    Tokens that are not finite are left out; of long blocks, and of writes with one scale, only some tokens are tried. Raises Unlike.
+    """
     x_SD = x_SD[torch.isfinite(x_SD).all(-1)]
     blocks = torch.nn.functional.pad(x_SD.unsqueeze(1), (0, 0, 0, scheme.block - 1))
     # Where a write has one scale each has one token; some will do, and of long blocks some as well.
@@ -82,7 +88,10 @@ def _each_within(scheme: Scheme, x_SD: torch.Tensor, spec: SlotSpec) -> None:
 
 @law(Over.BOUNDED, RESCALE)
 def any_magnitude_stays_within_the_bound(scheme: Scheme) -> None:
-    """Check the bound on values of every magnitude of float32 with an outlier of another, so that scales are denormal or overflow."""
+    """Check the bound on values of every magnitude of float32 with an outlier of another, so that scales are denormal or overflow.
+
+    Raises Unlike.
+    """
     spec = fitting(scheme, heads=1)
     base, outlier = torch.meshgrid(torch.tensor(FLOAT32_STEPS, device="cpu"), torch.tensor(OUTLIER_STEPS, device="cpu"), indexing="ij")
     generator = torch.Generator().manual_seed(3)
@@ -97,7 +106,7 @@ def any_magnitude_stays_within_the_bound(scheme: Scheme) -> None:
 
 @law(Over.BOUNDED, "round to the nearest level; a value halfway between two may go to either")
 def ties_stay_within_the_bound(scheme: Scheme) -> None:
-    """Check the bound on values halfway between two neighboring levels, under scales that are powers of two."""
+    """Check the bound on values halfway between two neighboring levels, under scales that are powers of two; raises Unlike."""
     spec, rows = fitting(scheme, heads=1), []
     generator = torch.Generator().manual_seed(4)
     for qmax in (7, 127, 448):
@@ -110,14 +119,14 @@ def ties_stay_within_the_bound(scheme: Scheme) -> None:
 
 @law(Over.SETTINGS, RESCALE)
 def range_covers_float16(scheme: Scheme) -> None:
-    """Check that the bound covers every float16: ``largest`` is at least the dtype's maximum."""
+    """Check that the bound covers every float16: ``largest`` is at least the dtype's maximum; raises Unlike."""
     if scheme.largest < torch.finfo(torch.float16).max:
         unlike(f"`largest` of {torch.finfo(torch.float16).max} or more", scheme.largest)
 
 
 @law(Over.SETTINGS, "let `layout` announce the planes that `encode` returns: as many, in its order, of its widths, rows and dtypes")
 def encode_returns_the_planes_of_the_layout(scheme: Scheme) -> None:
-    """Check that ``encode`` returns one tensor [B, K, S or S / block, width] for each growing plane of the layout."""
+    """Check that ``encode`` returns one tensor [B, K, S or S / block, width] for each growing plane of the layout; raises Unlike."""
     for dtype in DTYPES:
         spec = fitting(scheme, dtype)
         announced = scheme.layout(spec).planes[: scheme.layout(spec).encoded]
@@ -131,7 +140,7 @@ def encode_returns_the_planes_of_the_layout(scheme: Scheme) -> None:
 
 @law(Over.SETTINGS, "give a group whose values are all the same a scale that is not divided by, and codes that decode to them")
 def zeros_come_back_as_zeros(scheme: Scheme) -> None:
-    """Check that encoded zeros of both signs decode to zero."""
+    """Check that encoded zeros of both signs decode to zero; raises Unlike."""
     for dtype in DTYPES:
         spec = fitting(scheme, dtype)
         zeros = torch.zeros(2, spec.heads, 5, spec.head_dim, dtype=dtype, device="cpu")
@@ -143,7 +152,7 @@ def zeros_come_back_as_zeros(scheme: Scheme) -> None:
 
 @law(Over.SETTINGS, "make the scale of a group NaN where a value of it is NaN or Inf: a code has no room for either, and must not hide it")
 def nan_and_inf_never_become_numbers(scheme: Scheme) -> None:
-    """Check that NaN or Inf in one value never decodes to a number, and that only values that share its scale change."""
+    """Check that NaN or Inf in one value never decodes to a number, and that only values that share its scale change; raises Unlike."""
     for dtype in DTYPES:
         spec = fitting(scheme, dtype)
         clean = normal(3, spec.heads, 9, spec.head_dim, dtype=dtype)
@@ -169,7 +178,10 @@ def nan_and_inf_never_become_numbers(scheme: Scheme) -> None:
 
 @law(Over.SETTINGS, "let codes depend on values of their own block and head alone, or say otherwise by `block` and `by_token`")
 def a_block_is_encoded_alone(scheme: Scheme) -> None:
-    """Check that large values in other rows, heads and blocks change no code of a block."""
+    """Check that large values in other rows, heads and blocks change no code of a block; raises Unlike.
+
+    If a write has one scale for all of its tokens (``whole_write``), only other batch rows are checked.
+    """
     spec, block = fitting(scheme), scheme.block
     x = normal(3, spec.heads, 9 * block, spec.head_dim)
     loud = x.clone()
@@ -189,7 +201,7 @@ def a_block_is_encoded_alone(scheme: Scheme) -> None:
 
 @law(Over.SETTINGS, "use operations that go by shape, not by memory: projections hand over [B, S, K, D] with two dims exchanged")
 def strides_do_not_matter(scheme: Scheme) -> None:
-    """Check that a transposed view and its contiguous copy have equal codes."""
+    """Check that a transposed view and its contiguous copy have equal codes and scales; raises Unlike."""
     spec = fitting(scheme)
     x_BKSD = normal(2, 3 * scheme.block, spec.heads, spec.head_dim).transpose(1, 2)
     for index, (a, b) in enumerate(zip(scheme.encode(x_BKSD), scheme.encode(x_BKSD.contiguous()), strict=True)):
@@ -199,7 +211,10 @@ def strides_do_not_matter(scheme: Scheme) -> None:
 
 @law(Over.DEFAULT, "leave `decode` as it is and change `format`: kernels decode by the format alone")
 def decode_is_what_the_format_says(scheme: Scheme) -> None:
-    """Check that ``decode`` equals ``Scheme.decode``, which follows ``format``, as printed kernels do."""
+    """Check that ``decode`` equals ``Scheme.decode``, which follows ``format``, as printed kernels do; raises Unlike.
+
+    A scheme with an attention of its own is not checked: no printed kernel reads its format.
+    """
     spec = fitting(scheme)
     if scheme.attention != Scheme.attention:
         return

@@ -27,10 +27,11 @@ def reference(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, *, bias: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None, scale: float, softcap: float = 0.0,
 ) -> torch.Tensor:
-    """Return softmax(q k' scale) v, float64 [B, H, S, Dv], computed over materialized scores; zeros for a query that sees no token.
+    """Return the attention softmax(q k^T scale + bias) v, float64 [B, H, S, Dv], computed over materialized scores.
 
-    ``q``: [B, H, S, D]; ``k``, ``v``: [B, K, T, D or Dv] with H a multiple of K. ``mask``: True where a query sees a token. ``bias``: added
-    to scores; ``sinks``: one logit a head, in the softmax like a token with a value of zero.
+    A query that sees no token gets zeros. ``q``: [B, H, S, D]; ``k``, ``v``: [B, K, T, D or Dv] with H a multiple of K. ``mask``: bool,
+    broadcast to [B, H, S, T], True where a query sees a token. ``bias``: added to scores; ``sinks``: one logit per head [H], in the softmax
+    like a token with a value of zero. ``softcap``: scores become softcap * tanh(scores / softcap) before the bias; 0 for none.
     """
     groups = q.shape[1] // k.shape[1]
     k, v = (x.double().repeat_interleave(groups, dim=1) for x in (k, v))
@@ -127,7 +128,7 @@ class Problem:
         return mask
 
     def wanted(self, **operands: Any) -> torch.Tensor:
-        """Return the result of ``reference``, float64, for the operands that ``arguments`` takes."""
+        """Return the result of ``reference``, float64 [B, H, S, Dv], for the operands that ``arguments`` takes."""
         bias = operands.get("bias")
         return reference(
             self.q, self.k, self.v, self.mask(**operands), bias=None if bias is None or bias.dtype == torch.bool else bias,

@@ -45,7 +45,7 @@ def whole_write(scheme: Scheme) -> bool:
 
 
 def whole_blocks(scheme: Scheme, x_BKSD: torch.Tensor) -> torch.Tensor:
-    """Return tokens with zeros appended up to a whole block, as the write path fills one."""
+    """Return tokens [B, K, S, D] followed by as many tokens of zeros as complete the last block, as a write to a store does."""
     return torch.nn.functional.pad(x_BKSD, (0, 0, 0, -x_BKSD.shape[2] % scheme.block))
 
 
@@ -55,16 +55,17 @@ def round_trip(scheme: Scheme, x_BKSD: torch.Tensor, spec: SlotSpec) -> torch.Te
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    """Return normal random values of ``dtype`` and a shape, drawn by ``seed``, with one channel of large magnitude, as keys have."""
+    """Return normal random values of shape ``shape`` and ``dtype``, drawn by ``seed``, with one channel 20 times larger, as keys have."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed), device="cpu")
     x[..., shape[-1] // 3] *= 20
     return x.to(dtype)
 
 
 def unwritten(scheme: Scheme, spec: SlotSpec, plane: PlaneSpec, pages: int, batch: int) -> torch.Tensor:
-    """Return a plane in which nothing was ever written: NaN if the dtype has it, else a byte pattern.
+    """Return a plane in which nothing was ever written, with values that no test may read.
 
-    Planes that are calibrated are filled.
+    These are NaN if the dtype has it, else 0x5A for a plane of tokens and 0 for others, such as the clock. Constant planes have their
+    constants, and planes that are calibrated are calibrated on random queries.
     """
     shape = plane.shape(pages, batch, spec.heads)
     if plane.constant:
@@ -78,5 +79,5 @@ def unwritten(scheme: Scheme, spec: SlotSpec, plane: PlaneSpec, pages: int, batc
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor viewed as bytes, so that NaN compares too."""
+    """Return a contiguous copy of a tensor's bytes, uint8, with which ``torch.equal`` compares NaN too."""
     return tensor.contiguous().view(torch.uint8)

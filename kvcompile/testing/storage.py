@@ -31,7 +31,7 @@ def poisoned(scheme: Scheme, spec: SlotSpec, batch: int, pages: int) -> list[tor
 
 
 def append(scheme: Scheme, x_BKSD: torch.Tensor, planes: list[torch.Tensor], pos: torch.Tensor) -> None:
-    """Write tokens at positions ``pos`` into ``planes`` by the operation that a plan would choose for the scheme."""
+    """Write tokens at positions ``pos`` into ``planes`` by the operations that a plan would choose for the scheme."""
     layout = scheme.layout(slot(x_BKSD.shape[1], x_BKSD.shape[3], x_BKSD.dtype))
     written, early = planes[: layout.written], [plane for plane, spec in zip(planes, layout.planes, strict=True) if spec.exact_first]
     used = None
@@ -45,13 +45,13 @@ def append(scheme: Scheme, x_BKSD: torch.Tensor, planes: list[torch.Tensor], pos
 
 
 def of_row(plane: torch.Tensor, row: int) -> torch.Tensor:
-    """Return one batch row of a plane, or the whole plane if all batch rows share it."""
+    """Return batch row ``row`` of a plane [N, B, K, rows, width], with B = 1; the whole plane if all batch rows share it."""
     return plane[:, row : row + 1] if plane.shape[1] > 1 else plane
 
 
 @law(Over.SETTINGS, "let `layout` announce every plane, with the rows that it has in a page of 64 tokens, and `bits_per_value` its bytes")
 def bytes_announced_are_bytes_allocated(scheme: Scheme) -> None:
-    """Check that a store's allocated bytes are those of its layout, also after growing and after clearing."""
+    """Check that a store's allocated bytes are those of its layout, also after growing and after clearing; raises Unlike."""
     for head_dim in widths(scheme):
         for (batch, heads, tokens), dtype in zip(SHAPES, (*DTYPES, *DTYPES), strict=True):
             spec = slot(heads, head_dim, dtype)
@@ -60,7 +60,7 @@ def bytes_announced_are_bytes_allocated(scheme: Scheme) -> None:
 
 
 def _bytes(scheme: Scheme, spec: SlotSpec, batch: int, tokens: int) -> None:
-    """Compare the bytes of one store with those of its layout."""
+    """Check that the bytes of one store are those of its layout; raises Unlike."""
     layout, heads, pages = scheme.layout(spec), spec.heads, pages_for(tokens)
     store = Store(StoreSpec(spec, scheme, layout), batch, CPU, pages)
     shared = sum(math.prod(plane.shape(0, batch, heads)) * plane.dtype.itemsize for plane in layout.planes if plane.shared)
@@ -85,7 +85,7 @@ def _bytes(scheme: Scheme, spec: SlotSpec, batch: int, tokens: int) -> None:
 
 @law(Over.SETTINGS, "let codes of zeros, with scales of zeros, decode to zero")
 def untouched_store_reads_as_zero(scheme: Scheme) -> None:
-    """Check that a new store decodes to zeros."""
+    """Check that a new store decodes to zeros; raises Unlike."""
     spec = fitting(scheme)
     store = Store(StoreSpec(spec, scheme, scheme.layout(spec)), 2, CPU, 2)
     found = decode(store, 100)
@@ -95,7 +95,10 @@ def untouched_store_reads_as_zero(scheme: Scheme) -> None:
 
 @law(Over.SETTINGS, "let a token's codes depend on its block alone: a decode step must write what a prompt would have written")
 def append_in_pieces_equals_append_at_once(scheme: Scheme) -> None:
-    """Check that tokens written in pieces, across blocks and pages, give the bytes of one write, and that later slots stay untouched."""
+    """Check that tokens written in pieces, across blocks and pages, give the bytes of one write, and that later slots stay untouched.
+
+    If a write has one scale for all of its tokens (``whole_write``), only later slots are checked. Raises Unlike.
+    """
     tokens, pages = sum(PIECES), 4
     for dtype in DTYPES:
         spec = fitting(scheme, dtype)
@@ -117,7 +120,7 @@ def append_in_pieces_equals_append_at_once(scheme: Scheme) -> None:
 
 @law(Over.SETTINGS, "let a token's codes depend on its own batch row alone")
 def rows_are_written_at_their_own_positions(scheme: Scheme) -> None:
-    """Check that rows of a batch at different positions are written as each row is alone."""
+    """Check that rows of a batch at different positions are written as each row is alone; raises Unlike."""
     spec = fitting(scheme)
     x = normal(3, spec.heads, 2, spec.head_dim)
     pos = torch.tensor([[0, 1], [63, 64], [127, 5]], device=CPU)
@@ -143,7 +146,10 @@ def store_error(scheme: Scheme, store: Store, x: torch.Tensor) -> torch.Tensor:
 
 @law(Over.SETTINGS, "let `rotation` and `encode` agree: `encode` takes rotated channels, and a store returns them as the model has them")
 def a_store_returns_tokens_as_the_model_has_them(scheme: Scheme) -> None:
-    """Check that a store returns sinks and window tokens unchanged up to the rounding of a rotation, and others within the error bound."""
+    """Check that a store returns sinks and window tokens unchanged up to the rounding of a rotation, and others within the error bound.
+
+    A scheme without a bound is checked for sinks and window tokens alone. Raises Unlike.
+    """
     spec, tokens = fitting(scheme), 3 * PAGE + 7
     layout = scheme.layout(spec)
     store = Store(StoreSpec(spec, scheme, layout), 2, CPU, pages_for(tokens))

@@ -11,7 +11,7 @@ TEXT = "make the class a frozen dataclass whose fields are plain options with de
 
 @law(Over.SETTINGS, TEXT)
 def spelling_reads_back(scheme: Scheme) -> None:
-    """Check that ``parse(spec())`` is an equal scheme with an equal hash."""
+    """Check that ``parse(spec())`` is an equal scheme with an equal hash; raises Unlike."""
     for text in (scheme.spec(), f"  {scheme.spec()} "):
         found = parse(text)
         if found != scheme or hash(found) != hash(scheme):
@@ -20,7 +20,7 @@ def spelling_reads_back(scheme: Scheme) -> None:
 
 @law(Over.DEFAULT, TEXT + "; `variants` begins with the default, and no two are alike")
 def plain_name_is_the_default(scheme: Scheme) -> None:
-    """Check that the name alone parses to the default, the first of ``variants``, and that no two of these are equal."""
+    """Check that the name alone parses to the default, the first of ``variants``, and that no two variants are equal; raises Unlike."""
     if not parse(scheme.name) == scheme == scheme.variants()[0]:
         unlike(f"{scheme!r} from the name, and first of the variants", f"{parse(scheme.name)!r}, {scheme.variants()[0]!r}")
     texts = [variant.spec() for variant in scheme.variants()]
@@ -30,7 +30,7 @@ def plain_name_is_the_default(scheme: Scheme) -> None:
 
 @law(Over.DEFAULT, TEXT)
 def wrong_text_is_refused(scheme: Scheme) -> None:
-    """Check that an unknown option raises an error with all options, and a misspelled name one with the nearest name."""
+    """Check that an unknown option raises an error with all options, and a misspelled name one with the nearest name; raises Unlike."""
     try:
         make(scheme.name, no_such_option=1)
     except UnknownOption as error:
