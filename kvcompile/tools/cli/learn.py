@@ -30,9 +30,10 @@ SHORTEST = 32
 
 @contextlib.contextmanager
 def joined(device: str) -> Iterator[str]:
-    """Yield the device of this process; if ``torchrun`` started it, the process is a member of the process group within the context.
+    """Yield the device of this process; if ``torchrun`` started it, join the process group within the context.
 
-    On exit it waits for all processes and leaves the group.
+    A process that joined waits for all others on exit and leaves the group, unless the context raised. A group that exists already is left
+    alone.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         yield device

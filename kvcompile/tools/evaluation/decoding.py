@@ -36,7 +36,7 @@ def forced(model: Model, ids: torch.Tensor, prompt: int, cache: Any, options: di
 
 
 def packed(part: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous copy of a slice: for other strides Dynamo would compile another graph."""
+    """Return a contiguous copy of ``part``: for a slice's strides Dynamo would compile another graph."""
     return part.clone(memory_format=torch.contiguous_format)
 
 

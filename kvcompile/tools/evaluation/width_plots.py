@@ -20,7 +20,7 @@ COLOURS = ("tab:blue", "tab:orange")
 
 
 def rows_of(results: Results) -> list[tuple[str, Adaptation]]:
-    """Return (scheme, adaptation) for each adaptive scheme and length."""
+    """Return (scheme's text, widths of its tokens) for each adaptive scheme and each length of prompt; empty without adaptive schemes."""
     return [(row.scheme, item) for row in results.schemes for item in row.adaptation]
 
 

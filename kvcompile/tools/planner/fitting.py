@@ -55,9 +55,9 @@ def fit(memory: float, sensitivity: str | Path | Sensitivity, context: int, batc
 
 
 def fitted(known: Sensitivity, memory: int, context: int, batch: int = 1) -> Fitted:
-    """Return the fitted policy with its sums; bytes are those of static caches of ``batch`` rows of ``context`` tokens.
+    """Return the policy of least measured damage that takes at most ``memory`` bytes, with the damage and bytes of all its layers.
 
-    Raises BudgetTooSmall if no policy fits.
+    Bytes are those of static caches of ``batch`` rows of ``context`` tokens. Raises BudgetTooSmall if no policy fits.
     """
     fronts = [_unbeaten(_choices(known, layer, context, batch), lambda item: (item.nbytes, item.damage)) for layer in known.layers]
     least = [min(item.nbytes for item in front) for front in fronts]

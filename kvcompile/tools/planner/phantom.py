@@ -35,7 +35,10 @@ def _memory(count: int) -> mmap.mmap:
 
 
 def phantom(like: torch.Tensor) -> torch.Tensor:
-    """Return a phantom with the shape, strides and dtype of ``like``, a meta or fake tensor; symbolic sizes take their captured values."""
+    """Return a tensor without meaningful values, with the shape, strides and dtype of ``like``, a meta or fake tensor.
+
+    Symbolic sizes take their captured values. Phantoms share memory, which is never written.
+    """
     shape, strides = [estimate(size) for size in like.shape], [estimate(step) for step in like.stride()]
     span = 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True)) if all(shape) else 0
     if not span:
