@@ -151,7 +151,7 @@ class Candidates:
         return torch.randint(0, 2, tuple(shape), generator=self.random, device="cpu").to(dtype)
 
     def among(self, values: Sequence[float], shape: Sequence[int]) -> torch.Tensor:
-        """Return a tensor of ``shape`` whose elements are random ones of ``values``."""
+        """Return a tensor of ``shape`` whose elements are drawn at random from ``values``, with repetition."""
         return torch.tensor(values, device="cpu")[torch.randint(0, len(values), tuple(shape), generator=self.random, device="cpu")]
 
     def plain(self, fake: torch.Tensor, index: int, moment: TrialCall) -> torch.Tensor:
@@ -174,7 +174,7 @@ class Candidates:
         return self.normal(shape, fake.dtype, max(shape[-1], 1) ** -0.5 if len(shape) > 1 else 1.0)
 
     def factor(self, shape: tuple[int, ...], dtype: torch.dtype, usual: float) -> torch.Tensor:
-        """Return a random factor of the scores, of either sign, about as large as ``usual``, and different in each call.
+        """Return a factor of the scores of ``shape`` and ``dtype``, drawn in each call: of one sign, 0.5 to 1.5 times ``usual`` in size.
 
         With a larger factor a softmax would show one token alone, and hide errors in all others.
         """

@@ -47,10 +47,7 @@ def _lifted(part: Subgraph) -> set[torch.dtype]:
 
 
 def _wide(held: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a constant cast to ``dtype``, with the extreme numbers of its old dtype replaced by those of ``dtype``.
-
-    The extreme numbers are the largest and the lowest one.
-    """
+    """Return a constant cast to ``dtype``; plus and minus the largest number of its old float dtype become those of ``dtype``."""
     if held.dtype == dtype or not held.dtype.is_floating_point:
         return held.to(dtype)
     ends = held.abs() == torch.finfo(held.dtype).max
@@ -65,7 +62,7 @@ def unguarded(mode: Any) -> Iterator[None]:
 
 
 def _narrowed(held: torch.Tensor, number: Number) -> torch.Tensor:
-    """Return a constant with every dim cut to its size under ``number``, which maps sizes to smaller ones."""
+    """Return a view of a constant with every dim cut from size n to ``number(n)``, from its start."""
     for dim, size in enumerate(held.shape):
         held = held.narrow(dim, 0, number(size))
     return held

@@ -83,7 +83,11 @@ class _Session:
         ]
 
     def fill(self, moment: TrialCall, unwritten: float) -> None:
-        """Fill both caches before a call: random tokens before the call's first position, ``unwritten`` times random tokens after it."""
+        """Fill the caches of the program and of its twin, with equal contents, before a call.
+
+        A cache holds random tokens before the call's first position and ``unwritten`` times random tokens from it on. Paged, sliding and
+        growing caches, and caches that are only read, hold random tokens throughout.
+        """
         slots = {slot.placeholder: slot for site in self.part.sites for slot in site.slots if slot.placeholder is not None}
         for entry in self.part.captured.inputs:
             if entry.node not in slots:
@@ -168,7 +172,10 @@ class _Session:
 
 
 def compared(expected: Any, found: Any, more: float = 0.0) -> str:
-    """Return how two results differ, '' where they are equal up to their dtype's rounding and ``more`` of their largest value."""
+    """Return how two results differ, as a predicate ("differs by ..."); '' if they are equal up to rounding in their dtype.
+
+    ``more``: error that is allowed besides, as a share of the largest value. Results that are not both tensors are not compared: ''.
+    """
     if not isinstance(expected, torch.Tensor) or not isinstance(found, torch.Tensor):
         return ""
     if expected.shape != found.shape:
