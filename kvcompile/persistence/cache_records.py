@@ -23,10 +23,10 @@ from kvcompile.types import Extent, Layout, SlotSpec
 
 @dataclass(frozen=True)
 class StoredPart:
-    """The facts of one store: its part of the cache tensor, axes, slot, number of rows, scheme and layout.
+    """A saved store without its planes: its part of the cache tensor, axes, slot, number of batch rows, scheme and layout.
 
-    ``scheme``: its text; ``name``: its display name, which also identifies its tables or scales. ``padded``: whether the file has further
-    planes, with the tokens before each row's origin (``Store.padding``).
+    ``scheme``: the scheme's text, as ``parse`` reads it. ``name``: its display name, which also tells apart schemes of one text with other
+    tables or static scales. ``padded``: whether the file has further planes, with the tokens before each row's origin (``Store.padding``).
     """
 
     part: Part
