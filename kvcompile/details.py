@@ -33,7 +33,7 @@ ARCH = "sm_90"
 
 
 class RecordSource:
-    """A source of a report's details that holds the records of graphs, but no backend, model or cache."""
+    """Gives a report's details from records of graphs alone, for a report that outlives its backend, model and caches."""
 
     def __init__(self, records: Iterable[GraphRecord]) -> None:
         self.records = tuple(records)
@@ -54,7 +54,10 @@ def detail_of(records: Iterable[GraphRecord], index: int) -> GraphDetail | None:
 
 
 def detail(record: GraphRecord) -> GraphDetail:
-    """Return the details of a record's graph: its sites and refused attentions, and the kernels of the variant that was compiled first."""
+    """Return the details of a record's graph: its sites and refused attentions, and the kernels of the variants that were compiled.
+
+    Empty if the record holds no captured graph. If no call has compiled a variant, the kernels are those of the first one.
+    """
     if record.captured is None:
         return GraphDetail()
     plan = record.planned or Plan((), record.report.refusals)
@@ -70,7 +73,10 @@ def detail(record: GraphRecord) -> GraphDetail:
 
 
 def _printed(record: GraphRecord) -> dict[Variant, fx.GraphModule]:
-    """Return a printable copy of each variant that calls have compiled; if none was, of the variant that a call would compile first."""
+    """Return a printable copy of each variant that calls have compiled; if none was, of the variant that a call would compile first.
+
+    Empty if the record holds no variants.
+    """
     made = record.variants
     if made is None:
         return {}
