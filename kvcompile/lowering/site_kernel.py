@@ -156,7 +156,7 @@ def _in_place(given: BlockOperands[torch.Tensor], machine: Machine, hint: Callab
 
 
 def _many_rows(given: AttendOperands[torch.Tensor], sizes: TensorSizes, machine: Machine) -> PrefillSite | ChunkedSite | None:
-    """Return the kernel of the template for many rows, None if it does not support the operands' strides or schemes."""
+    """Return the kernel for an attention with many query rows; None if the prefill template does not support its strides or schemes."""
     (batch, _, queries, _), (pages, _, _, page_rows, _) = given.q.shape, given.keys[0].shape
     batch, queries, rows = sizes.hint(batch), sizes.hint(queries), many_rows(given, sizes)
     assert rows is not None

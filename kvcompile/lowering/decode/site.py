@@ -31,7 +31,7 @@ class Machine:
 
 
 def formats_of(given: AttendOperands[Any], sizes: Sizes) -> tuple[KernelFormat, KernelFormat]:
-    """Return the kernel formats of keys and values."""
+    """Return (kernel format of the keys, kernel format of the values) of the planes that an attention reads."""
     heads = sizes.static(sizes.shape(given.keys[0])[2])
 
     def of(text: str, planes: Any, dim: Any, role: Role) -> KernelFormat:
@@ -42,7 +42,7 @@ def formats_of(given: AttendOperands[Any], sizes: Sizes) -> tuple[KernelFormat, 
 
 
 def nodes_of(given: AttendOperands[Any], sizes: Sizes) -> dict[str, Any]:
-    """Return every operand that the template may read, by the template's names."""
+    """Return {name in the template: operand} for every operand of an attention that the decode template may read."""
     nodes = {
         "Q": given.q, "HI": given.hi, "LO": given.lo, "KEEP": given.keep, "BIAS": given.bias, "SINKS": given.sinks,
         "BASE": given.base, "EARLY_AT": given.exact_first_at,
@@ -56,7 +56,10 @@ def nodes_of(given: AttendOperands[Any], sizes: Sizes) -> dict[str, Any]:
 
 
 def config_of(given: AttendOperands[Any], nodes: dict[str, Any], sizes: Sizes) -> AttendConfig:
-    """Return the kernel before tiles and splits are chosen; ``nodes``: the operands of ``nodes_of``, with fixed strides."""
+    """Return the configuration of the decode template for an attention, before its tile and splits are chosen.
+
+    ``nodes``: the operands of ``nodes_of``, with fixed strides.
+    """
     shape, static, equals, varies = sizes.shape, sizes.static, sizes.equals, sizes.varies
     (_, heads, queries, dim), (pages, _, kv, page_rows, _) = shape(given.q), shape(given.keys[0])
     paged, kv = not equals(pages, 1), static(kv)
@@ -88,7 +91,7 @@ def config_of(given: AttendOperands[Any], nodes: dict[str, Any], sizes: Sizes) -
 
 
 def cut(config: AttendConfig, given: AttendOperands[Any], machine: Machine, sizes: Sizes, tuned: bool = False) -> list[AttendConfig]:
-    """Return the kernel with each tile to try and its splits, best first; only the best unless ``tuned``."""
+    """Return ``config`` with each tile to try, and with the number of splits, best first; only the best one unless ``tuned``."""
     (batch, _, queries, _), (pages, _, _, page_rows, _) = map(sizes.shape, (given.q, given.keys[0]))
     batch, rows = sizes.hint(batch), sizes.hint(queries) * config.group
     # One page may be this call's own tokens, whose number changes between calls: the kernel reads it, and a guard would fix it.
@@ -101,7 +104,7 @@ def cut(config: AttendConfig, given: AttendOperands[Any], machine: Machine, size
 
 
 def masks_of(given: AttendOperands[Any], sizes: Sizes) -> Masks:
-    """Return the mask operands that are given, and their axes that are not broadcast."""
+    """Return which mask operands an attention has, and which of their axes are not broadcast."""
     hi, lo, keep, bias, varies = given.hi, given.lo, given.keep, given.bias, sizes.varies
     kind = Bias.NONE if bias is None else Bias.BOOLEAN if sizes.dtype(bias) == torch.bool else Bias.ADDED
     if given.fill is not None:
@@ -113,12 +116,15 @@ def masks_of(given: AttendOperands[Any], sizes: Sizes) -> Masks:
 
 
 def _half(nodes: dict[str, Any], letter: str, sizes: Sizes) -> list[Any]:
-    """Return the scales and zero points of slot ``letter`` (K or V) if all are float16, as packed decoding needs; otherwise []."""
+    """Return the scale and zero-point planes of slot ``letter`` (K or V) if all are float16, as packed decoding needs; otherwise []."""
     found = [nodes[name] for name in (f"{letter}_SCALES", f"{letter}_ZEROS") if name in nodes]
     return found if all(sizes.dtype(node) == torch.float16 for node in found) else []
 
 
 def _scale_pack(found: list[Any], sizes: Sizes) -> int:
-    """Return how many scales of a token are loaded as one word: all if they fill 32 or 64 bits, otherwise 1."""
+    """Return how many scales of a token are loaded as one word: all of them if they are 2 or 4 aligned float16 numbers, otherwise 1.
+
+    ``found``: the planes that ``_half`` returns.
+    """
     packs = (count for count in (2, 4) if found and sizes.equals(sizes.shape(found[0])[-1], count))
     return next((count for count in packs if all(sizes.multiple(node, count) for node in found)), 1)

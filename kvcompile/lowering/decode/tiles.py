@@ -88,7 +88,10 @@ def needed(base: AttendConfig, tile: Tile) -> int:
 
 
 def _lookup_tiles(base: AttendConfig, rows: int) -> list[Tile]:
-    """Return tiles for kernels that look up levels: one warp, since every warp would look up the same levels; tokens as registers allow."""
+    """Return tiles, best first, for a kernel that looks up levels: one warp, since every warp would look up the same levels.
+
+    A tile has as many tokens as registers allow. ``rows``: query rows of a kv head.
+    """
     block_r = max(8, 1 << (rows - 1).bit_length())
     key, value = dataclasses.replace(base, tile=Tile(16, block_r, True)).plans
     block_t = 32 if max(base.key_dim, base.value_dim) <= 128 else 16
@@ -102,7 +105,10 @@ def _lookup_tiles(base: AttendConfig, rows: int) -> list[Tile]:
 
 
 def declared(base: AttendConfig, tile: Tile) -> int:
-    """Return a bound on the bytes of shared memory that assembly declares for tables and integer queries, which Triton does not count."""
+    """Return an upper bound on the bytes of shared memory that inline assembly declares, for tables and for queries as integers.
+
+    Triton does not count these bytes.
+    """
     key, value = dataclasses.replace(base, tile=tile).plans
     size = 0
     if key.picked:

@@ -75,7 +75,10 @@ class Launch:
 def plans(
     key_scheme: str, value_scheme: str, dim: int, words: tuple[torch.dtype, torch.dtype], few: bool
 ) -> tuple[TileConfig, KeyPlan, ValuePlan]:
-    """Return tile sizes and both slots' plans; ``few``: at most TWICE_HEADS query heads per kv head. Raises NoFragments if unsupported."""
+    """Return (tile sizes, plan of the keys, plan of the values) of the Gluon kernel for a pair of schemes.
+
+    ``words``: dtypes of the two planes of words; ``few``: at most TWICE_HEADS query heads per kv head. Raises NoFragments if unsupported.
+    """
     key, value = key_plan(key_scheme, dim, words[0]), value_plan(value_scheme, dim, words[1], few)
     return cut_of(key_scheme, value_scheme, dim), key, value
 

@@ -158,7 +158,7 @@ DEFAULT = TileConfig(1, 32, 3, 8)
 
 @functools.lru_cache(maxsize=128)
 def _kinds(key_scheme: str, value_scheme: str, dim: int) -> frozenset[tuple[bool, int]]:
-    """Return {(symmetric, codes per word)} of the kernel formats of both slots: the entries of ``MEASURED`` to look up."""
+    """Return the set of (symmetric, codes per word) of the kernel formats of keys and values: one entry if both agree, else two."""
     formats = [
         schemes.parse(text).format(SlotSpec(1, dim, torch.bfloat16, role))
         for text, role in ((key_scheme, Role.KEY), (value_scheme, Role.VALUE))
@@ -176,7 +176,10 @@ def measured(key_scheme: str, value_scheme: str, dim: int) -> bool:
 
 
 def cut_of(key_scheme: str, value_scheme: str, dim: int) -> TileConfig:
-    """Return the tile sizes of the attention over two slots."""
+    """Return the Gluon kernel's tile sizes for two schemes and head dim ``dim``: measured ones if their formats agree, else DEFAULT.
+
+    Half as many programs for heads wider than MEASURED_CHANNELS.
+    """
     kind, *others = _kinds(key_scheme, value_scheme, dim)
     found = DEFAULT if others else MEASURED.get(kind, DEFAULT)
     return found if dim <= MEASURED_CHANNELS else dataclasses.replace(found, programs=-(-found.programs // 2))
@@ -184,7 +187,7 @@ def cut_of(key_scheme: str, value_scheme: str, dim: int) -> TileConfig:
 
 @functools.lru_cache(maxsize=128)
 def key_plan(scheme: str, dim: int, word_dtype: torch.dtype) -> KeyPlan:
-    """Return the plan of a slot of keys. Raises NoFragments for a scheme or head dim that the kernel does not support."""
+    """Return how the Gluon kernel reads a slot of keys. Raises NoFragments for a scheme or head dim that the kernel does not support."""
     fmt = schemes.parse(scheme).format(SlotSpec(1, dim, word_dtype, Role.KEY))
     tricks = _tricks(fmt, dim)
     row = dim // fmt.parts
@@ -209,7 +212,10 @@ def key_plan(scheme: str, dim: int, word_dtype: torch.dtype) -> KeyPlan:
 
 @functools.lru_cache(maxsize=128)
 def value_plan(scheme: str, dim: int, word_dtype: torch.dtype, few_rows: bool) -> ValuePlan:
-    """Return the plan of a slot of values; ``few_rows``: at most four query rows per kv head. Raises NoFragments as ``key_plan`` does."""
+    """Return how the Gluon kernel reads a slot of values. Raises NoFragments for a scheme or head dim that it does not support.
+
+    ``few_rows``: at most four query rows per kv head.
+    """
     fmt = schemes.parse(scheme).format(SlotSpec(1, dim, word_dtype, Role.VALUE))
     tricks = _tricks(fmt, dim)
     if fmt.block > 1:

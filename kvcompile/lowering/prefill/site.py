@@ -14,14 +14,14 @@ from kvcompile.lowering.prefill.tiles import FEWEST_ROWS
 
 
 def many_rows(given: AttendOperands[Any], sizes: Sizes) -> int | None:
-    """Return the number of query rows of a kv head, or None if they are too few for this template."""
+    """Return the number of query rows per kv head, queries times heads in a group; None if they are too few for the prefill template."""
     _, heads, queries, _ = sizes.shape(given.q)
     rows = sizes.hint(queries) * sizes.hint(heads) // sizes.hint(sizes.shape(given.keys[0])[2])
     return None if rows < FEWEST_ROWS or sizes.equals(queries, 1) else rows
 
 
 def config_of(given: AttendOperands[Any], sizes: Sizes, paged: bool = True, packed: bool | None = None) -> PrefillConfig:
-    """Return the kernel before tiles and splits are chosen.
+    """Return the configuration of the prefill template for an attention, before its tile and splits are chosen.
 
     ``paged``: False if one page holds all tokens; ``packed``: None unpacks by PTX except on HIP.
     """
@@ -53,7 +53,7 @@ def nodes_of(config: PrefillConfig, given: AttendOperands[Any]) -> dict[str, Any
 
 
 def loadable(config: PrefillConfig, nodes: dict[str, Any], sizes: Sizes) -> bool:
-    """Return whether pairs of word bytes can be loaded as one, and rows of scales are contiguous."""
+    """Return whether the strides of word planes allow loads of two bytes, and rows of scales and zero points are contiguous."""
     for letter, slot in zip("KV", config.slots, strict=True):
         if slot.scaled and not sizes.multiple(nodes[f"{letter}_WORDS"], 2):
             return False

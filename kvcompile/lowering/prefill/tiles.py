@@ -72,9 +72,9 @@ def choose_cut(
 
 
 def chunk_for(config: PrefillConfig, batch: int, capacity: int | None = None) -> int:
-    """Return the number of tokens decoded at a time, by the bytes of a token; at most ``capacity``, rounded up to a whole tile.
+    """Return the number of tokens that are decoded at a time, so that the scratch has about SCRATCH bytes; within CHUNKS.
 
-    ``capacity``: the store's capacity in tokens, None if it is not a constant.
+    ``capacity``: the store's capacity in tokens, by which the number is limited, rounded up to a whole tile; None if it is no constant.
     """
     each = batch * config.kv_heads * (config.key_dim + config.value_dim) * config.dtype.itemsize
     tokens = min(max(1 << (max(1, SCRATCH // each).bit_length() - 1), CHUNKS[0]), CHUNKS[1])
@@ -95,9 +95,9 @@ def needed(config: PrefillConfig, tile: Tile) -> int:
 
 
 def splits_for(config: PrefillConfig, rows: int, pairs: int, multiprocessors: int, tokens: int) -> int:
-    """Return the number of splits of the tokens for one tile of rows that fills the last wave of programs best.
+    """Return into how many splits the tokens are divided, so that the programs of all splits fill the last wave best.
 
-    ``pairs``: batch times kv heads; ``tokens``: a hint, since only the device knows the length.
+    ``rows``: query rows of a kv head; ``pairs``: batch times kv heads; ``tokens``: a hint, since only the device knows the length.
     """
     programs = -(-rows // config.tile.block_r) * pairs
     resident = multiprocessors * (8 // config.tile.num_warps)
