@@ -72,7 +72,11 @@ def find(trail: Trail, read: Read, attention: fx.Node, effects: Effects) -> Slot
 
 
 def _slot(way: Trail, taken: Gathered, read: Read, reading: Reading, axes: Axes, attention: fx.Node, effects: Effects) -> Slot:
-    """Return the slot of a paged cache under one reading of the operand; raises Miss where its write or its indices are not understood."""
+    """Return the slot of a paged cache under one reading of the operand's dims.
+
+    ``way``: the trail from the operand to the cache; ``taken``: the gather on it. Raises Miss where the cache has no fixed size or no known
+    write before the attention, or where the gather's indices are not understood.
+    """
     root, gather, columns = way.base, taken.node, reading.columns
     if not effects.writes.get(root):
         raise Miss(
@@ -97,7 +101,10 @@ def _slot(way: Trail, taken: Gathered, read: Read, reading: Reading, axes: Axes,
 
 
 def _rows(read: Read, columns: Columns) -> Any:
-    """Return the number of batch rows, an int or a SymInt: the size of the operand's dim of rows, divided by the heads in that dim."""
+    """Return the number of batch rows, an int or a SymInt, from the size of the operand's dim of rows, which may also hold heads.
+
+    ``columns``: coordinates and sizes of the roles, under one reading of the operand.
+    """
     rows = columns["B"][1]
     for role, size in zip(read.roles, value_of(read.operand).shape, strict=True):
         if "B" in role and "T" not in role:
@@ -126,14 +133,15 @@ def _anywhere(taken: Gathered) -> Coords:
 
 
 def _batches(taken: Gathered, root: fx.Node) -> tuple[int, ...]:
-    """Return the numbers of batch rows that a flattened dim may hold."""
+    """Return candidates for the number of batch rows in a flattened dim: sizes of the gather's index tensors and of the cache."""
     return (*(size for index in taken.indices for size in sizes(index.node)), *sizes(root))
 
 
 def _layout(there: Coords, base: tuple[int, ...], columns: Columns) -> Axes | None:
-    """Return the layout of a pool under one reading of the operand, or None where it does not fit.
+    """Return the axes of a pool of sizes ``base`` under one reading of the operand (``columns``); None where the reading does not fit.
 
-    All dims that vary and are neither heads nor channels are dims of tokens.
+    ``there``: the coordinates in the pool that samples of the operand read. All dims that vary and are neither heads nor channels are dims
+    of tokens.
     """
     left = {role: columns[role] for role in ("K", "D")}
     labels: list[tuple[str, ...] | None] = [None] * len(base)
@@ -209,7 +217,11 @@ class _Search:
         return Places(tuple(picked), tuple(running), form.first)
 
     def _running(self, dim: int, column: np.ndarray, weight: int, size: int) -> Running:
-        """Return how a dim without an index tensor runs along with tokens or batch rows; raises Miss for any other order."""
+        """Return whether dim ``dim`` of the gather's source, which has no index tensor, runs along tokens or batch rows.
+
+        ``column``: sampled coordinates in that dim; ``weight``: slots from entry to entry; ``size``: entries. Raises Miss for any other
+        order.
+        """
         if (column == self.columns["T"][0] % size).all():
             return Running("T", weight, size)
         if (column == self.columns["B"][0]).all():
@@ -218,9 +230,9 @@ class _Search:
         raise Miss(why, self.gather, advice=ONE_TABLE)
 
     def _index(self, index: Index) -> _Roles:
-        """Return an index tensor, or a tensor of equal values that it is a view of, with its dims' roles.
+        """Return the tensor of an index, or the one of equal values that it is a view of, with the roles of its dims.
 
-        Raises Miss if a dim has no role.
+        Raises Miss if a dim runs along something other than batch rows, tokens and blocks of tokens.
         """
         node, coords = index.node, index.coords
         while True:
@@ -235,7 +247,7 @@ class _Search:
             node, coords = moved
 
     def _roles(self, node: fx.Node, coords: Coords) -> _Roles | None:
-        """Return a tensor with the role of every dim, read off sampled coordinates; None where a dim has no role."""
+        """Return an index tensor with the role of every dim, read off the sampled coordinates ``coords``; None where a dim has no role."""
         every = 1
         roles = []
         for dim, size in enumerate(sizes(node)):
@@ -250,7 +262,10 @@ class _Search:
         return _Roles(node, tuple(roles), every)
 
     def _role(self, column: np.ndarray, size: int) -> tuple[str, int] | None:
-        """Return (role, tokens per entry) of one dim of an index tensor; None where it runs along something else."""
+        """Return (role, tokens per entry) of one dim of an index tensor, with ``size`` entries; None where it runs along something else.
+
+        ``column``: sampled coordinates in that dim. Roles: "B", "T", "N" for blocks of tokens, "O" for tokens in a block, or "BT", "BN".
+        """
         (token, tokens), (row, rows) = self.columns["T"], self.columns["B"]
         if size == 1:
             return "", 1
@@ -271,7 +286,11 @@ class _Search:
         return None
 
     def _blocks(self, size: int, rows: int, tokens: int) -> set[int]:
-        """Return the candidate numbers of tokens per block; only constants, which do not change when a table grows."""
+        """Return candidates for the number of tokens per block: the sizes of the gather's source, all above 1.
+
+        If the number of tokens is constant, also its share in each of ``size`` entries, or of the entries of one row. All are constants,
+        which do not change when a table grows.
+        """
         known = set(sizes(self.taken.source))
         if self.fixed:
             known |= {-(-tokens // size), -(-tokens // max(size // rows, 1))}

@@ -72,9 +72,10 @@ def _resume(node: fx.Node, trail: Trail) -> Trail:
 
 
 def _label(trail: Trail, base: tuple[int, ...], roles: Columns, token_dim: int, only_row: int | None = None) -> Axes | None:
-    """Return the layout of the root under one reading of the operand's dims; None if the sampled coordinates do not fit that reading.
+    """Return the axes of the root under one reading (``roles``) of the operand's dims; None if the sampled coordinates do not fit it.
 
-    ``only_row``: the root's dim of batch rows if attention reads only one of them; None otherwise.
+    ``base``: sizes of the root; ``token_dim``: its dim of tokens; ``only_row``: its dim of batch rows if attention reads only one of them,
+    else None.
     """
     labels: list[tuple[str, ...] | None] = [None] * len(base)
     left = dict(roles)
@@ -134,7 +135,8 @@ def _label(trail: Trail, base: tuple[int, ...], roles: Columns, token_dim: int, 
 def _beside(column: np.ndarray, size: int, left: Columns) -> tuple[tuple[str, ...], int, int] | None:
     """Return (roles, first index, count) if a dim of the root holds heads, channels or both in one range of its indices; else None.
 
-    For example, keys and values may be two ranges of one dim.
+    ``column``: sampled coordinates in that dim, of ``size`` entries; ``left``: the roles that no dim has yet. For example, keys and values
+    may be two ranges of one dim.
     """
     candidates: list[tuple[tuple[str, ...], np.ndarray, int]] = [((role,), *left[role]) for role in ("K", "D") if role in left]
     if {"K", "D"} <= left.keys():
@@ -148,9 +150,10 @@ def _beside(column: np.ndarray, size: int, left: Columns) -> tuple[tuple[str, ..
 
 
 def axes_of(trail: Trail, read: Read, token_dim: int, first_rows: FirstRows | None = None) -> tuple[Axes, int, Reading]:
-    """Return (the root's axes, its number of kv heads, the operand's reading); raises Miss unless the operand is a plain view of the cache.
+    """Return (the root's axes, its number of kv heads, the operand's reading) of an operand that is a plain view of the root.
 
-    ``first_rows``: the rows that are read, where the cache has more; None: all rows.
+    ``token_dim``: the root's dim of tokens; ``first_rows``: the rows that are read, where the cache has more; None: all rows. Raises Miss
+    for an operand that is no plain view of the cache.
     """
     base = sizes(trail.base) if first_rows is None else within(sizes(trail.base), first_rows)
     only_row = first_rows.dim if first_rows is not None and base[first_rows.dim] == 1 else None
@@ -163,7 +166,10 @@ def axes_of(trail: Trail, read: Read, token_dim: int, first_rows: FirstRows | No
 
 
 def _writer(trail: Trail, read: Read) -> Callable[[fx.Node, fx.Node], Write]:
-    """Return the function (node, cache) -> Write for an attention's cache; it knows the dims that the tokens may run along."""
+    """Return the function (node, cache) -> Write for the writes into the cache at the end of ``trail``.
+
+    It knows the dims of the cache that tokens may run along, and raises Miss for a node that is no known write.
+    """
     shift = trail.there - trail.here[:, [read.roles.index("T")]]
     tokens = frozenset(int(dim) for dim in np.flatnonzero((shift == shift[0]).all(0)))
     return lambda node, root: (copied_back(node, root) if op_name(node) == "copy_" else None) or in_place(node, root, tokens)
@@ -223,9 +229,9 @@ def behind(trail: Trail, read: Read, attention: fx.Node, effects: Effects) -> Sl
 
 
 def _grown_later(past: fx.Node, trail: Trail, read: Read, effects: Effects) -> Slot | None:
-    """Return the slot of a past that attention reads before new tokens are concatenated to it; None if ``past`` is not concatenated.
+    """Return the slot of a cache ``past`` that attention reads before new tokens are concatenated to it; None if they never are.
 
-    The concatenation is returned, and the next call is the first to read the new tokens.
+    The concatenation is returned, so the next call is the first to read the new tokens.
     """
     for node in past.users:
         if op_name(node) not in CONCATENATIONS:
@@ -304,7 +310,11 @@ def _unwritten(root: fx.Node, effects: Effects) -> None:
 
 
 def _concatenated(root: fx.Node, trail: Trail, read: Read, effects: Effects) -> Slot:
-    """Return the slot of a cache that is concatenated with the new tokens and returned; raises Miss, or NoCache."""
+    """Return the slot of a cache ``root``, the concatenation of a past, if any, with the new tokens, which the graph returns.
+
+    Raises NoCache if the past is no argument, or without a past if nothing is returned; Miss if the past is not concatenated as it came in,
+    or the result is written to afterwards or not returned as it is.
+    """
     past, write = concatenation(root)
     outputs = _returned(root, effects)
     if past is None:

@@ -95,7 +95,10 @@ def _broadcast(node: fx.Node, coords: Coords) -> Coords:
 
 
 def _operand(item: Any, coords: Coords) -> Expr:
-    """Return an operand (tensor, number or symbolic int) as an expression; raises _NotExpressible for others."""
+    """Return the expression of an operand (tensor, number or symbolic int) at ``coords`` of its operator's result, broadcast to them.
+
+    Raises _NotExpressible for other operands.
+    """
     if is_tensor(item) and constant(item) is None:
         return read(item, _broadcast(item, coords))
     value = constant(item)
@@ -124,7 +127,7 @@ class _NotExpressible(Exception):
 
 
 def boolean(expr: Expr) -> bool:
-    """Return whether a value is zero or one by construction."""
+    """Return whether the value of an expression is zero or one by construction."""
     if expr.op == "load":
         assert expr.origin is not None
         return value_of(expr.origin[0]).dtype is torch.bool
@@ -158,7 +161,10 @@ def _choice(condition: Expr, yes: Expr, no: Expr) -> Expr:
 
 
 def _converted(expr: Expr, source: torch.dtype, target: torch.dtype) -> Expr:
-    """Return a value of dtype ``source`` cast to ``target``; raises _NotExpressible where the cast may change it."""
+    """Return the expression of a value of dtype ``source`` cast to ``target``.
+
+    Raises _NotExpressible where the cast may change the value.
+    """
     if expr.op == "num":
         return number(cast(expr.number, target))
     if boolean(expr) or holds(source, target):
@@ -184,9 +190,9 @@ def _branches(expr: Expr) -> tuple[Expr | None, float, float] | None:
 
 
 def _computed(op: str, left: Expr, right: Expr, dtype: torch.dtype) -> Expr | None:
-    """Return arithmetic on two numbers, or on a number and a choice of two numbers, with results in ``dtype``; None for other operands.
+    """Return the expression of ``left`` op ``right`` in ``dtype`` if both are numbers, or one is a number and the other one of two numbers.
 
-    Raises _NotExpressible where a result is NaN, or negative in an unsigned dtype.
+    ``op``: a key of COMPUTED. None for other operands. Raises _NotExpressible where a result is NaN, or negative in an unsigned dtype.
     """
     a, b = _branches(left), _branches(right)
     if a is None or b is None or (a[0] is not None and b[0] is not None):
@@ -200,7 +206,10 @@ def _computed(op: str, left: Expr, right: Expr, dtype: torch.dtype) -> Expr | No
 
 
 def _arithmetic(op: str, node: fx.Node, items: tuple[Any, Any], coords: Coords) -> Expr:
-    """Return the sum, difference or product of two operands in the dtype of its node; raises _NotExpressible where it may round."""
+    """Return the expression of the sum, difference or product ``op`` of two operands at ``coords``, in the dtype of ``node``.
+
+    Raises _NotExpressible where the result may round.
+    """
     dtype = value_of(node).dtype
     left, right = (_exact(item, dtype, coords) for item in items)
     if dtype is torch.bool:
@@ -218,7 +227,10 @@ def _arithmetic(op: str, node: fx.Node, items: tuple[Any, Any], coords: Coords) 
 
 
 def _exact(item: Any, dtype: torch.dtype, coords: Coords) -> Expr:
-    """Return an operand cast to the dtype in which its operator computes; raises _NotExpressible where the cast may change it."""
+    """Return the expression of an operand at ``coords``, a tensor cast to ``dtype``, in which its operator computes.
+
+    Raises _NotExpressible where the cast may change a value.
+    """
     expr = _operand(item, coords)
     if is_tensor(item):
         return _converted(expr, value_of(item).dtype, dtype)
@@ -226,14 +238,17 @@ def _exact(item: Any, dtype: torch.dtype, coords: Coords) -> Expr:
 
 
 def _compare(node: fx.Node, coords: Coords) -> Expr:
-    """Return a comparison; raises _NotExpressible where the dtype in which it is made does not hold both sides."""
+    """Return the expression of a comparison at ``coords``; raises _NotExpressible where the dtype it is made in changes an operand."""
     values = [value_of(item) if is_tensor(item) else item if isinstance(item, (int, float)) else 0 for item in node.args[:2]]
     dtype = torch.result_type(*values)
     return Expr(COMPARISONS[op_name(node)], tuple(_exact(item, dtype, coords) for item in node.args[:2]))
 
 
 def _combined(op: str, left: Expr, right: Expr) -> Expr:
-    """Return a sum, difference or product of two expressions; a sum of integers or linear forms becomes one linear form."""
+    """Return the expression of ``left`` op ``right``; a sum or difference of integers and linear forms becomes one linear form.
+
+    ``op``: "add", "sub" or "mul".
+    """
     whole = all(side.op == "idx" or (side.op == "num" and side.number.is_integer()) for side in (left, right))
     if whole and op in {"add", "sub"} and "idx" in {left.op, right.op}:
         a = left.linear if left.op == "idx" else LinearForm(const=int(left.number))
@@ -243,7 +258,10 @@ def _combined(op: str, left: Expr, right: Expr) -> Expr:
 
 
 def _view(node: fx.Node, coords: Coords) -> Coords:
-    """Return the coordinates in a reshape's operand; raises _NotExpressible unless only dims of size one come and go."""
+    """Return the coordinates in the operand of a reshape, from ``coords`` in its result.
+
+    Raises _NotExpressible unless only dims of size one come and go.
+    """
     inner, outer = sizes(node.args[0]), sizes(node)  # type: ignore[arg-type]
     kept = [form for size, form in zip(outer, coords, strict=True) if size != 1]
     if [size for size in inner if size != 1] != [size for size in outer if size != 1]:
@@ -303,7 +321,10 @@ MOVES: dict[Kind, Callable[[fx.Node, Coords], Coords]] = {
 
 
 def _gathered(node: fx.Node, coords: Coords) -> Expr:
-    """Return an element that is indexed by integer tensors in all dims; raises _NotExpressible if an index is not linear."""
+    """Return the expression of the element at ``coords`` of a tensor that integer tensors index in all dims.
+
+    Raises _NotExpressible if a dim has no index, or an index is no linear form of the axes.
+    """
     arguments = bind(node)
     source, indices = arguments["self"], list(arguments["indices"])
     if any(index is None for index in indices) or len(indices) != len(sizes(source)):
@@ -329,7 +350,10 @@ def _triangle(node: fx.Node, coords: Coords) -> Expr:
 
 
 def _inside(node: fx.Node, coords: Coords) -> Expr:
-    """Return an element of a padded tensor as an element of the operand that was padded; raises _NotExpressible where it may be padding."""
+    """Return the expression of the element at ``coords`` of a padded tensor, as an element of the operand before padding.
+
+    Raises _NotExpressible where the element may be padding, or the padding is not constant.
+    """
     arguments = bind(node)
     pads = [integer(item).const for item in arguments["pad"]]
     if arguments.get("mode", "constant") != "constant":
@@ -372,7 +396,7 @@ def _chosen(node: fx.Node, condition: Any, yes: Any, no: Any, coords: Coords) ->
 
 
 def _compute(node: fx.Node, coords: Coords) -> Expr:
-    """Return the value of a node at coordinates; raises _NotExpressible where it is not understood."""
+    """Return the expression of a node's value at ``coords``; raises _NotExpressible where the node's operator is not understood."""
     name = op_name(node)
     if name == "arange":
         return _counted(node, coords)

@@ -107,7 +107,7 @@ def _bias(term: MaskTerm) -> bool:
 
 
 def _conjuncts(expr: Expr) -> list[Expr]:
-    """Return the conjuncts of a predicate, none if it always holds; raises _Carried if it never does."""
+    """Return the conditions that must all hold where a predicate holds, none if it always holds; raises _Carried if it never does."""
     if expr.op == "and":
         return [item for arg in expr.args for item in _conjuncts(arg)]
     if expr.op == "not":
@@ -178,9 +178,9 @@ def _split(number: Any) -> tuple[int, Amount | None]:
 
 
 def _plain(expr: Expr, axis: str, effects: Effects) -> tuple[fx.Node, tuple[str, ...]]:
-    """Return the tensor that holds a value and the roles of its dims.
+    """Return the tensor that holds the value of an expression, and the roles of its dims: "B", ``axis``, or "" for a dim of size 1.
 
-    Raises _Carried unless its dims are batch rows and ``axis`` alone, and nothing writes to it.
+    Raises _Carried if no tensor holds the value, if it has other dims, or if something writes to it.
     """
     if expr.origin is None:
         raise _Carried
@@ -196,7 +196,10 @@ def _plain(expr: Expr, axis: str, effects: Effects) -> tuple[fx.Node, tuple[str,
 
 
 def _compared(expr: Expr, effects: Effects) -> tuple[bool, Limit]:
-    """Return (whether it is an upper limit, the limit) of a comparison with the cached position; raises _Carried for other comparisons."""
+    """Return, of a comparison with the cached position: (whether it is an upper limit of that position, the limit).
+
+    Raises _Carried for other comparisons.
+    """
     atoms: list[tuple[int, Expr]] = []
     form = _sum(expr.args[1], -1, _sum(expr.args[0], 1, LinearForm(), atoms), atoms)
     op, side = expr.op, form.of("T")
@@ -213,7 +216,10 @@ def _compared(expr: Expr, effects: Effects) -> tuple[bool, Limit]:
 
 
 def _padding(expr: Expr, effects: Effects) -> tuple[object, tuple[str, ...]]:
-    """Return the tensor that a padding conjunct reads and its dims' roles; raises _Carried unless it is of ints or bools, over tokens."""
+    """Return the tensor that a padding conjunct reads and the roles of its dims.
+
+    Raises _Carried unless the tensor is of ints or bools and has a dim of tokens.
+    """
     if expr.op == "truth":
         expr = expr.args[0]
     if expr.op != "load":
@@ -308,7 +314,7 @@ def conditions(term: MaskTerm) -> list[Expr] | None:
 
 
 def conjuncts(expr: Expr) -> list[Expr] | None:
-    """Return all conditions that a predicate consists of; None where it never holds."""
+    """Return the conditions that must all hold where a predicate holds: none if it always holds, None if it never does."""
     try:
         return _conjuncts(expr)
     except _Carried:

@@ -94,7 +94,7 @@ class Reader:
     # --- integers --------------------------------------------------------------------------------
 
     def _arange(self, node: fx.Node, coords: Coords, rows: np.ndarray) -> Read:
-        """Return an ``arange``: the position if it runs along the tokens in steps of one, otherwise numbers along the channels.
+        """Return the values of an ``arange`` at ``coords``: the position if it counts tokens by ones, else constants along the channels.
 
         Raises Miss if these numbers change from call to call.
         """
@@ -108,7 +108,7 @@ class Reader:
         return AngleStep("arange", (start, end, by, value_of(node).dtype)), [coords[:, 0]]
 
     def _integer(self, node: fx.Node, coords: Coords, rows: np.ndarray) -> Read:
-        """Return an integer value as the position that it equals.
+        """Return the value of an integer node at ``coords``, which must be the position or constant numbers of an ``arange``.
 
         Raises Miss if its value for a token depends on other tokens or on their number.
         """
@@ -122,7 +122,10 @@ class Reader:
         return self._position(node, coords)
 
     def _position(self, node: fx.Node, coords: Coords) -> Read:
-        """Return the position; raises Miss unless all angles depend on the same tensor, at the same indices in dims other than tokens."""
+        """Return the step "position" and record ``node`` at ``coords`` as the tensor that holds positions.
+
+        Raises Miss if another tensor, or other indices in dims other than tokens, were recorded before.
+        """
         still = tuple((dim, int(column[0])) for dim, column in enumerate(coords.T) if (column == column[0]).all())
         self._only((node, still), node)
         return AngleStep("position"), []
@@ -136,9 +139,10 @@ class Reader:
     # --- leaves ----------------------------------------------------------------------------------
 
     def _leaf(self, kind: str, node: fx.Node, coords: Coords, part: ComplexPart, moving: tuple[int, ...]) -> Read:
-        """Return a constant of the model as a leaf, and note the constant; ``moving``: its dims that the position indexes.
+        """Return a step of kind ``kind`` that reads a constant of the model at ``coords``, and add the constant to ``constants``.
 
-        Raises Miss for other nodes.
+        ``moving``: the dims of the constant that the position indexes. Raises Miss for a node that is no constant, and if several other
+        dims change with the channels.
         """
         if not is_tensor(node) or node.op not in {"placeholder", "get_attr"}:
             raise changed(f"they are looked up in the result of {op_name(node)}", node)
@@ -158,7 +162,7 @@ class Reader:
         return found, [] if along is None else [coords[:, along]]
 
     def _looked_up(self, node: fx.Node, coords: Coords, rows: np.ndarray, part: ComplexPart) -> Read | None:
-        """Return a table's row at the position; None if ``node`` is not a look-up.
+        """Return the step that looks up a table's row at the position; None if ``node`` is not a look-up.
 
         The row is gathered, or a slice takes as many rows as there are tokens. Raises Miss for a row at anything but the position.
         """
@@ -195,10 +199,10 @@ class Reader:
         return dim if along and (self.tokens > 1 or self.position is None or self.position[0] == SLICE) else None
 
     def _table(self, node: fx.Node, coords: Coords, dim: int, part: ComplexPart) -> Read:
-        """Return the constant from which a table is made, with the dim of it that the position indexes (dim ``dim`` of the table).
+        """Return the step that looks up, at the position, the constant from which the table ``node`` is made by views and casts.
 
-        That dim of the constant is found as the one whose coordinates change along ``dim``. Raises Miss if several dims change with the
-        position, or if rows are not fixed.
+        ``dim``: the table's dim that the position indexes; the constant's dim is the one whose coordinates change along it. Raises Miss if
+        several dims of the constant change, or if its number of rows is not fixed.
         """
         casts: list[tuple[fx.Node, fx.Node]] = []
         here, there = coords.copy(), coords.copy()
@@ -230,7 +234,7 @@ class Reader:
     # --- operators -------------------------------------------------------------------------------
 
     def _joined(self, node: fx.Node, coords: Coords, rows: np.ndarray, part: ComplexPart) -> Read:
-        """Return the function that all operands of cat or stack share; raises Miss if they are different functions."""
+        """Return the value at ``coords`` of a cat or stack; raises Miss unless all its operands are the same function of the position."""
         parts = [(at, self.read(source, moved, rows[at], part)) for source, at, moved in join_parts(node, coords)]
         found, columns = parts[0][1]
         if any(other != found for _, (other, _) in parts):
@@ -242,7 +246,7 @@ class Reader:
         return found, merged
 
     def _complex(self, node: fx.Node, coords: Coords, rows: np.ndarray, part: ComplexPart) -> Read:
-        """Return ``part`` of a complex number that the node builds, or an element of its view as real numbers.
+        """Return the value at ``coords`` of a node that builds complex numbers (their ``part``), or of one that views them as real numbers.
 
         Raises Miss if real and imaginary parts are mixed.
         """
@@ -263,7 +267,10 @@ class Reader:
         return self.read(operand(node), coords[:, :-1], rows, ComplexPart.IMAG if halves.pop() else ComplexPart.REAL)
 
     def _elementwise(self, node: fx.Node, coords: Coords, rows: np.ndarray) -> Read:
-        """Return elementwise arithmetic on functions of the position and numbers; raises Miss for options or other operands."""
+        """Return the value at ``coords`` of an elementwise operator on functions of the position and numbers.
+
+        Raises Miss for an operator with options or with other operands.
+        """
         if node.kwargs:
             raise changed(f"they pass through {op_name(node)} with options", node)
         parts: list[Any] = []
@@ -280,7 +287,10 @@ class Reader:
         return AngleStep(_overload(node), tuple(parts)), columns
 
     def _outer(self, node: fx.Node, coords: Coords, rows: np.ndarray) -> Read:
-        """Return an outer product, or a matrix product over a dim of size one; raises Miss for products with a sum."""
+        """Return the value at ``coords`` of an outer product, or of a matrix product over a dim of size one.
+
+        Raises Miss for sums of products.
+        """
         name = op_name(node)
         if name == "einsum":
             (left, right), places = _einsum(node, coords)
@@ -320,9 +330,10 @@ def _overload(node: fx.Node) -> str:
 
 
 def _indexed(node: fx.Node, name: str, arguments: dict[str, Any], coords: Coords) -> tuple[int, fx.Node, Coords, Coords]:
-    """Return (source dim, index, coordinates in it, coordinates in the source with 0 in that dim) of a look-up.
+    """Return, of a look-up by one integer index: (source dim, index, coordinates in the index, coordinates in the source).
 
-    Raises Miss for a mask and for several indices.
+    The coordinates in the source have 0 in the indexed dim. ``name``: the look-up's operator. Raises Miss for a mask and for several
+    indices.
     """
     if name == "index":
         given = [(dim, item) for dim, item in enumerate(arguments["indices"]) if item is not None]
@@ -342,7 +353,10 @@ def _indexed(node: fx.Node, name: str, arguments: dict[str, Any], coords: Coords
 
 
 def _einsum(node: fx.Node, coords: Coords) -> tuple[tuple[fx.Node, fx.Node], tuple[Coords, Coords]]:
-    """Return both operands of an einsum without a sum, and the coordinates in each; raises Miss for other einsums."""
+    """Return both operands of an einsum without a sum, and the coordinates in each for ``coords`` of the result.
+
+    Raises Miss for other einsums.
+    """
     equation, operands = node.args[0], list(node.args[1])  # type: ignore[arg-type]
     text = str(equation).replace(" ", "")
     inputs, _, output = text.partition("->")

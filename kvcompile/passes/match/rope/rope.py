@@ -231,7 +231,11 @@ def _nothing(slot: Slot) -> Miss:
 
 
 def _width(pairs: list[list[tuple[_Product, int]]], outer: int, slot: Slot) -> int:
-    """Return how many channels are rotated; raises Miss unless they are the first ones of every head and token, in pairs."""
+    """Return how many channels of every head and token are rotated.
+
+    ``pairs``: the products in each sample of the keys; ``outer``: the number of samples of each channel. Raises Miss if no channel is
+    rotated, or unless the rotated ones are the first, even in number, and sums of two products each.
+    """
     count = np.array([len(found) for found in pairs]).reshape(outer, -1)
     width = int((count[0] > 0).sum())
     if not width:
@@ -248,7 +252,7 @@ def _traced(expansion: _Expansion, pairs: list[list[tuple[_Product, int]]]) -> d
 
 
 def _common_bases(expansion: _Expansion, pairs: list[list[tuple[_Product, int]]], outer: int, width: int) -> list[int]:
-    """Return the indices of the values that are a factor in both terms of every rotated sample.
+    """Return the indices of the values of the graph that are a factor in both products of every rotated sample, in rising order.
 
     They are the keys before the rotation, or the angles if one value holds both cosines and sines.
     """
@@ -262,7 +266,10 @@ def _common_bases(expansion: _Expansion, pairs: list[list[tuple[_Product, int]]]
 
 
 def _factors(expansion: _Expansion, base: int, pairs: list[list[tuple[_Product, int]]], outer: int, width: int) -> _Factors:
-    """Return, for both terms of every rotated sample, the elements and signs of the key ``base`` and the pieces of the angle."""
+    """Return, for both products of every rotated sample: the element of the key ``base`` in it, its sign, and the factor that is an angle.
+
+    ``base``: one of ``_common_bases``. ``outer``, ``width``: samples of each channel, and rotated channels, by which results are arranged.
+    """
     traced = _traced(expansion, pairs)
     element = np.zeros((2, outer * width), dtype=np.int64)
     sign = np.zeros_like(element)
@@ -280,7 +287,11 @@ def _factors(expansion: _Expansion, base: int, pairs: list[list[tuple[_Product, 
 
 
 def _rotation(factors: _Factors, token: np.ndarray, outer: int, width: int, slot: Slot, effects: Effects) -> KeyRope:
-    """Return the rotation that consists of these factors; raises Miss if they pair channels as no known rotation does."""
+    """Return the rotation with the key elements, signs and angles ``factors``.
+
+    ``token``: the new token of each sample. Raises Miss if the channels are paired as in no known rotation, or if cosine and sine are no
+    functions of the position.
+    """
     for interleaved in (False, True):
         for direction in (1, -1):
             first = _cosines(factors, width, interleaved, direction)
@@ -301,7 +312,11 @@ def _rotation(factors: _Factors, token: np.ndarray, outer: int, width: int, slot
 
 
 def _cosines(factors: _Factors, width: int, interleaved: bool, direction: int) -> np.ndarray | None:
-    """Return which of the two terms holds the cosine, [samples, width]; None where channels are not paired in this way."""
+    """Return which of the two products of each sample holds the cosine, int64 [outer, width] of 0 and 1.
+
+    ``interleaved``: neighbours are paired, rather than both halves. ``direction``: -1 if the rotation is by minus the angle. None if the
+    factors do not pair the channels in this way.
+    """
     channel, half = np.arange(width), width // 2
     partner = channel ^ 1 if interleaved else (channel + half) % width
     lower = channel % 2 == 0 if interleaved else channel < half
@@ -323,10 +338,10 @@ def _cosines(factors: _Factors, width: int, interleaved: bool, direction: int) -
 
 
 def _angle(reader: Reader, factors: _Factors, which: np.ndarray, outer: int, width: int) -> tuple[AngleStep, list[np.ndarray]]:
-    """Return (the angle in one term of every sample, as a function of the position; for each constant in it, each channel's entry).
+    """Return (the cosine or sine in one product of every sample, as a function of the position; each channel's entry in each constant).
 
-    The entries are int64 [width], one array for each constant. ``which``: the index of the term, [samples, width]. Raises Miss if heads,
-    rows or tokens, or parts of the channels, have different functions.
+    The entries are int64 [width], one array for each constant that the function reads. ``which``: the index of the product, [outer, width].
+    Raises Miss if heads, rows or tokens, or parts of the channels, have different functions.
     """
     chosen = [factors.angle[place][row] for row, place in enumerate(which.reshape(-1))]
     groups: dict[tuple[fx.Node, ComplexPart], list[int]] = {}
