@@ -150,7 +150,7 @@ class BoundGraph:
         return given
 
     def _fast_step(self, path: DecodeFastPath, states: Sequence[CacheState], args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Run a decode step on the fast path, which needs no checks and no new pages."""
+        """Run a decode step that needs no checks and no new pages, by the compiled code of the variant PAST; return the graph's results."""
         rewritten, compiled = self.variants[Variant.PAST]
         planes, slots = path.planes(states), path.cursors(states, rewritten.cursors)
         with Undo() as undo:
@@ -205,7 +205,10 @@ class BoundGraph:
                     state.rewind(form.rows_start(start, call))
 
     def _compute(self, step: _CallStates, call: Call) -> tuple[Rewritten, list[Any]]:
-        """Run the variant that serves a call; return it and the results of its compiled code."""
+        """Run the variant that serves a call, compiled if need be; return it and the results of its compiled code.
+
+        Raises NotCompiled if the variant cannot be compiled.
+        """
         variant = self.choice.of(step.states, step.starts, step.counts, call)
         if variant not in self.variants:
             try:
@@ -249,14 +252,20 @@ class BoundGraph:
             self.states.live.measure()
 
     def _cursors(self, rewritten: Rewritten, step: _CallStates) -> list[torch.Tensor]:
-        """Return the cursors of sliding windows (the slots of their next tokens), as the compiled code takes them."""
+        """Return the cursors of sliding windows (the slots of their next tokens) as tensors, in the order of the compiled code's inputs.
+
+        Empty if the graph has no sliding window with a cursor.
+        """
         starts: dict[int, int] = {}
         for form, start in zip(self.forms, step.starts, strict=True):
             form.add_cursor(starts, start)
         return cursors(rewritten.cursors, starts, value_of(self.forms[0].group.root).device) if rewritten.cursors else []
 
     def _mark_checked(self, step: _CallStates, call: Call, rewritten: Rewritten) -> None:
-        """Mark these caches as checked, so that later steps, which differ only in lengths, take the fast path."""
+        """Mark the states of a call as checked, so that later steps, which differ from it only in lengths, take the fast path.
+
+        Does nothing for a variant other than PAST, or if some cache of the graph can never take that path (``trusted``).
+        """
         if rewritten.variant is not Variant.PAST or not self.trusted:
             return
         if self.fast_path is None:
@@ -265,7 +274,11 @@ class BoundGraph:
         self.fast_path.mark_checked(step.states)
 
     def _commit(self, step: _CallStates, call: Call, shapes: list[Any], results: list[Any], rewritten: Rewritten) -> tuple[Any, ...]:
-        """Record the new tokens; return the graph's results with the caches among them."""
+        """Record a call's new tokens in the states of its caches; return the graph's results with the caches among them.
+
+        ``shapes``: by form, the shape of the cache argument, None if the graph creates the cache. ``results``: those of the compiled code,
+        without caches.
+        """
         made: dict[int, Any] = {}
         moment = CounterSnapshot(call.counters)
         for form, state, start, count, shape in zip(self.forms, step.states, step.starts, step.counts, shapes, strict=True):

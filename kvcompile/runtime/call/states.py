@@ -90,9 +90,9 @@ class States:
         return state
 
     def _check_stores(self, form: CacheForm, state: CacheState, call: Call) -> None:
-        """Raise SchemeChanged or CachesSwapped if a state's stores do not match this graph.
+        """Raise SchemeChanged or CachesSwapped if the stores of a state are not those that this graph's plan makes.
 
-        Sets the RoPE angles of stores that hold keys before RoPE.
+        For stores that hold keys before RoPE, also sets the angles; raises AnglesChanged if they changed.
         """
         where = form.group.where
         for item in form.group.bindings:
@@ -103,13 +103,16 @@ class States:
                 store.rope = reader.check(store.rope, call.args, state.length, store.device, where)
 
     def _empty(self, form: CacheForm, device: torch.device, call: Call) -> CacheState:
-        """Return an empty state for a new cache."""
+        """Return a state without tokens for a new cache, with the number of rows and the device of a call."""
         state = self._made(form, form.rows(call), device, call.args)
         _count_places(form, state, call)
         return state
 
     def _made(self, form: CacheForm, batch: int, device: torch.device, args: tuple[Any, ...], known: bool = True) -> CacheState:
-        """Return a state without tokens for ``batch`` rows; ``known``: it is registered in ``live``."""
+        """Return a state without tokens for ``batch`` rows on ``device``; ``args``: the call's arguments, from which RoPE angles are read.
+
+        ``known``: register the state in ``live``.
+        """
         bindings = form.group.bindings
         specs = {item: store_spec(item) for item in bindings}
         stores = {item.part: store_class(spec)(spec, batch, device, 0, self._rope(item, args)) for item, spec in specs.items()}

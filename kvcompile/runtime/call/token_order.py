@@ -65,9 +65,9 @@ class TokenOrder:
         return None
 
     def _groups(self, form: CacheForm, state: CacheState, rows: int, call: Call) -> list[Counts] | OutOfOrder:
-        """Return the token counts of each group of rows (stored, parked, never written) in a call, or the refusal of the call.
+        """Return the token counts of each group of a call's rows (stored, parked, never written), or the refusal of the call.
 
-        The groups are merged into one if the positions of each row are known.
+        The groups are merged into one if the host reads the position of each row.
         """
         if (places := form.places(state, call)) is not None and (out_of_order := self._misplaced(form, state, places, rows, call)):
             return out_of_order
@@ -78,9 +78,10 @@ class TokenOrder:
     def _misplaced(
         self, form: CacheForm, state: CacheState, places: tuple[torch.Tensor, bool], rows: int, call: Call
     ) -> OutOfOrder | None:
-        """Return the refusal of a window for the positions of a call's tokens in their rows; None if it takes them.
+        """Return why a window cannot take a call's tokens at the positions ``places`` of their rows, as a refusal; None if it can.
 
-        Raises TokensOutOfOrder if a row continues that earlier calls, whose positions the host did not read, have broken.
+        Raises TokensOutOfOrder if a row continues that earlier calls, whose positions the host did not read, have broken, and Unsupported
+        if tokens before the call's were lost by a rollback.
         """
         group, (first, consecutive) = form.group, places
         if not consecutive:
@@ -106,7 +107,7 @@ class TokenOrder:
         return OutOfOrder(group, why, False)
 
     def _out_of_order(self, form: CacheForm, state: CacheState, held: Counts, start: int, count: int, call: Call) -> OutOfOrder | None:
-        """Return the refusal of rows with the counts ``held`` for a call's tokens; None if they take them.
+        """Return why rows with the counts ``held`` cannot take ``count`` tokens from position ``start`` on, as a refusal; None if they can.
 
         Raises Unsupported if tokens before the call's were lost by a rollback.
         """
