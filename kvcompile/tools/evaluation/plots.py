@@ -87,7 +87,10 @@ def accuracy(row: Measured, length: int | None = None) -> float:
 
 
 def by_bytes(results: Results, to: Path) -> None:
-    """Draw KL, and right answers if questions were asked, against the longest cache's share of dense bytes."""
+    """Draw each scheme's KL, and right answers if questions were asked, against the longest cache's share of dense bytes, into file ``to``.
+
+    Schemes whose dense bytes are not known are left out. A KL below 1e-9 is drawn as 1e-9, as the axis is logarithmic.
+    """
     asked = bool(results.reference.tasks)
     figure, axes = _axes(2 if asked else 1)
     for number, row in enumerate(results.schemes):
@@ -112,7 +115,10 @@ def by_bytes(results: Results, to: Path) -> None:
 
 
 def by_length(results: Results, to: Path) -> None:
-    """Draw KL and right answers against the length of prompts."""
+    """Draw each scheme's mean KL, and right answers if questions were asked, against the length of prompts, into file ``to``.
+
+    A KL below 1e-9 is drawn as 1e-9, as the axis is logarithmic.
+    """
     asked = bool(results.reference.tasks)
     figure, axes = _axes(2 if asked else 1)
     for number, row in enumerate(results.schemes):
@@ -130,7 +136,10 @@ def by_length(results: Results, to: Path) -> None:
 
 
 def heatmaps(results: Results, to: Path) -> None:
-    """Draw right answers by depth and length: one row of pictures per scheme, one column per task."""
+    """Draw right answers by depth and length into file ``to``: one row of pictures per scheme, the uncompressed cache first.
+
+    The columns are tasks.
+    """
     from matplotlib.figure import Figure
 
     rows, tasks = [results.reference, *results.schemes], results.reference.tasks

@@ -141,7 +141,7 @@ class Subject:
         return torch.tensor(parts, device=self.device)
 
     def kinds(self, length: int, tail: int, rows: int) -> tuple[str, ...]:
-        """Return the kind of each row of ``texts``."""
+        """Return the kind of each row of ``texts`` for the same arguments. Raises BadEvaluation if the text is too short."""
         spans = self._long_spans(length + tail)
         return tuple(spans[row % len(spans)].kind for row in range(rows))
 

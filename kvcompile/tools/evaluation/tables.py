@@ -81,14 +81,14 @@ def cell(share: Proportion) -> Text:
 
 
 def grid(row: Measured, task: str) -> tuple[list[float], list[int], list[list[Proportion]]]:
-    """Return depths, lengths, and right answers by depth and length."""
+    """Return (depths, lengths, right answers [depth][length]) of the questions of one task that a scheme was asked."""
     picked = row.picked(task)
     depths, lengths = sorted({item.depth for item in picked}), sorted({item.length for item in picked})
     return depths, lengths, [[row.share(task, length, depth) for length in lengths] for depth in depths]
 
 
 def heatmap(rows: Sequence[Measured], task: str, unit: str) -> Table:
-    """Return one task's right answers: schemes and depths down, lengths across."""
+    """Return a table of one task's right answers: schemes and depths down, lengths of prompts in ``unit`` across."""
     table = _table(f"{task}: right answers by depth, and by {unit} of prompt", "depth: share of the text before the first statement")
     table.add_column("scheme")
     table.add_column("depth", justify="right")

@@ -50,7 +50,10 @@ def draw_widths(results: Results, to: Path) -> None:
 
 
 def _precision(part: Any, axes: Sequence[Any], item: Adaptation) -> None:
-    """Draw the bits of keys and of values, positions across and layers down, with one colour scale."""
+    """Draw two pictures into ``axes``, the bits of keys and of values: positions across, layers down, in one colour scale.
+
+    ``part``: the figure's part that gets the colour bar. The bits are those of the first text, after the last step.
+    """
     from matplotlib import colormaps
     from matplotlib.colors import BoundaryNorm, ListedColormap
 
@@ -77,7 +80,11 @@ def _short(path: str, number: int) -> str:
 
 
 def _importance(part: Any, axes: Any, item: Adaptation) -> None:
-    """Draw importance, positions across and decode steps down, with a tick at the left edge for each step at which widths were decided."""
+    """Draw the importance of the first text's tokens into ``axes``: positions across, decode steps down, mean of layers.
+
+    A tick at the left edge marks each step at which widths were decided. Values below the 5% quantile, or below 1e-4 of the largest, are
+    drawn as that.
+    """
     from matplotlib.colors import LogNorm
 
     spans = max(map(len, item.importance))
@@ -103,7 +110,7 @@ def _importance(part: Any, axes: Any, item: Adaptation) -> None:
 
 
 def _histogram(axes: Any, item: Adaptation) -> None:
-    """Draw the share of all tokens, over texts and layers, at each width."""
+    """Draw into ``axes`` the share of tokens at each width, in percent, over all texts and layers, for keys and for values."""
     widths = sorted({int(bits) for key_or_value in item.histogram.values() for bits in key_or_value})
     for at, (key_or_value, colour) in enumerate(zip(KEYS_AND_VALUES, COLOURS, strict=True)):
         counts = [item.histogram[key_or_value].get(str(bits), 0) for bits in widths]

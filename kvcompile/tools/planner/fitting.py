@@ -48,7 +48,8 @@ class Fitted:
 def fit(memory: float, sensitivity: str | Path | Sensitivity, context: int, batch: int = 1) -> Policy:
     """Return the per-layer policy of least measured damage whose caches of ``batch`` x ``context`` tokens take at most ``memory`` bytes.
 
-    ``sensitivity``: a file that ``kvcompile sensitivity`` wrote for this model. Raises BudgetTooSmall or SensitivityUnread.
+    With very many layers and schemes a policy of slightly more damage may be returned (MOST_CHOICES). ``sensitivity``: a file that
+    ``kvcompile sensitivity`` wrote for this model. Raises BudgetTooSmall or SensitivityUnread.
     """
     known = sensitivity if isinstance(sensitivity, Sensitivity) else Sensitivity.load(Path(sensitivity))
     return fitted(known, int(memory), context, batch).policy
@@ -57,7 +58,8 @@ def fit(memory: float, sensitivity: str | Path | Sensitivity, context: int, batc
 def fitted(known: Sensitivity, memory: int, context: int, batch: int = 1) -> Fitted:
     """Return the policy of least measured damage that takes at most ``memory`` bytes, with the damage and bytes of all its layers.
 
-    Bytes are those of static caches of ``batch`` rows of ``context`` tokens. Raises BudgetTooSmall if no policy fits.
+    The least may be missed where more than MOST_CHOICES choices are kept. Bytes are those of static caches of ``batch`` rows of ``context``
+    tokens. Raises BudgetTooSmall if no policy fits.
     """
     fronts = [_unbeaten(_choices(known, layer, context, batch), lambda item: (item.nbytes, item.damage)) for layer in known.layers]
     least = [min(item.nbytes for item in front) for front in fronts]
@@ -76,7 +78,7 @@ def fitted(known: Sensitivity, memory: int, context: int, batch: int = 1) -> Fit
 
 
 def _choices(known: Sensitivity, layer: Layer, context: int, batch: int) -> list[PairOption]:
-    """Return every pair of measured schemes that one layer can have."""
+    """Return the pairs of schemes that one layer can have: measured ones, and dense with a damage of 0; with their bytes and damages."""
     options = {half: [(parse(name), kl) for name, kl in known.of(layer.path, half).items()] for half in layer.halves}
     for found in options.values():
         found.append((Dense(), 0.0))
@@ -95,7 +97,10 @@ def _choices(known: Sensitivity, layer: Layer, context: int, batch: int) -> list
 
 
 def _nbytes(layer: Layer, pair: Pair, context: int, batch: int) -> int:
-    """Return the bytes of one layer's stores under a pair. Raises a SchemeError if the pair is not possible."""
+    """Return the bytes of one layer's stores for ``batch`` rows of ``context`` tokens under a pair of schemes.
+
+    Raises a SchemeError if the layer cannot have that pair.
+    """
     window = max(pair.k.window, pair.v.window)
     for scheme in (pair.k, pair.v):
         scheme.check_pair(pair.k, pair.v, layer.halves == (CachePart.BOTH,), layer.path)
