@@ -101,7 +101,10 @@ def _moves(whole: Outline) -> bool:
 
 
 def _first_step(whole: Outline, examples: Sequence[Any]) -> Verdict | None:
-    """Return the verdict on the first step of a program; None if the program is too large to try, or does not run by itself."""
+    """Return the verdict on the first step of a program, with its compiled arguments (``examples``).
+
+    None if the program is too large to try, or does not run by itself.
+    """
     try:
         part = plain(cut(whole), torch.float32)
     except NotApart:

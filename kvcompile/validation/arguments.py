@@ -89,9 +89,9 @@ class Arguments(Candidates):
         return False
 
     def solved(self, made: list[Any], order: list[int], moment: TrialCall) -> bool:
-        """Return whether one of the arguments from which positions are computed could be solved for the call's positions.
+        """Return whether the value of one argument could be solved such that the program computes the call's positions from it.
 
-        If so, that argument's value is put into ``made``; all others stay.
+        If so, that value is put into ``made``; the other arguments stay. ``order``: the indices to try, in order.
         """
         count = self.tokens(moment)
         wanted = torch.arange(moment.start, moment.start + count, device="cpu")
@@ -113,9 +113,10 @@ class Arguments(Candidates):
         return False
 
     def hostile(self, made: list[Any], masks: Sequence[int], moment: TrialCall) -> list[Any]:
-        """Return the arguments with unusual values in each of ``masks`` (indices) for which the call stays possible.
+        """Return the arguments ``made`` with unusual values in each of ``masks`` (indices) for which the call stays possible.
 
-        The new tokens of a row stay as visible as before, so no query loses all tokens that it sees.
+        Masks that do not run along all cached tokens stay as they are. The new tokens of a row stay as visible as before, so no query loses
+        all tokens that it sees.
         """
         strict = self.possible(made, moment, True)
         for index in masks:
@@ -141,7 +142,10 @@ class Arguments(Candidates):
         return torch.where(mask > torch.finfo(mask.dtype).min, moved, mask)
 
     def possible(self, made: list[Any], moment: TrialCall, strict: bool) -> bool:
-        """Return whether the program writes its tokens in order from the wanted position and, ``strict``, its masks pass ``hides``."""
+        """Return whether the program, with arguments ``made``, writes its tokens in order from the call's first position on.
+
+        ``strict``: its masks must also pass ``hides``. True if the program computes neither positions nor masks and its offsets fit.
+        """
         for offset in self.offsets:
             value = offset if isinstance(offset, int) else read(value_of(offset), moment.values)
             if value != moment.start:
@@ -185,9 +189,9 @@ class Arguments(Candidates):
         return torch.equal(flat.view(wanted.numel(), -1), wanted[:, None].expand(-1, flat.numel() // wanted.numel()))
 
     def hides(self, term: MaskTerm, value: torch.Tensor, moment: TrialCall) -> bool:
-        """Return whether a mask shows every query some token, and hides a slot after the last written token.
+        """Return whether a mask shows every query some token (unless the call is ``blind``), and hides a slot after the last written token.
 
-        It need not hide that slot if a limit by position does.
+        It need not hide that slot if a limit by position does, or if the call's masks are to show such slots (``ahead``).
         """
         seen = shown_by(term, value).movedim(term.roles.index("T"), -1)
         last = moment.start + self.tokens(moment)

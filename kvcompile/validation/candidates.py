@@ -145,7 +145,7 @@ class Candidates:
         return tuple(read(size, moment.values) for size in fake.shape)
 
     def normal(self, shape: Sequence[int], dtype: torch.dtype, spread: float = 1.0) -> torch.Tensor:
-        """Return normal random numbers of standard deviation ``spread``; zeros and ones for integers and booleans."""
+        """Return random numbers of ``shape`` and ``dtype``: normal ones of standard deviation ``spread``, 0s and 1s for ints and bools."""
         if dtype.is_floating_point:
             return (torch.randn(tuple(shape), generator=self.random, device="cpu") * spread).to(dtype)
         return torch.randint(0, 2, tuple(shape), generator=self.random, device="cpu").to(dtype)
@@ -196,7 +196,10 @@ class Candidates:
         return value.detach().to("cpu", copy=True)
 
     def table(self, dtype: torch.dtype, index: int, shape: tuple[int, ...], count: int) -> torch.Tensor:
-        """Return the block table that a program was compiled with, or a random one of ``count`` slots if that does not fit the call."""
+        """Return the block table that a program was compiled with; if that does not fit the call, one of random slots below ``count``.
+
+        ``index``: the argument's index; ``shape``: its shape in this call. Slots repeat if the table has more than ``count`` entries.
+        """
         example = self.example(index, shape)
         if example is not None and bool(((example >= -count) & (example < count)).all()):
             return example
@@ -204,7 +207,7 @@ class Candidates:
         return places[torch.arange(math.prod(shape), device="cpu") % count].view(shape).to(dtype)
 
     def readings(self, fake: torch.Tensor, index: int, moment: TrialCall) -> list[torch.Tensor]:
-        """Return the values that an argument for positions or masks may have in a call, the likeliest first."""
+        """Return the values that the argument ``index``, from which positions or masks are computed, may have, the likeliest first."""
         shape, count, keys = self.shape(fake, moment), self.tokens(moment), self.keys(moment)
         start, dtype = moment.start, fake.dtype
         if not shape:

@@ -231,7 +231,10 @@ def tried(part: Subgraph, examples: Sequence[Any]) -> Verdict:
 
 
 def _tried(twin: _Twin, arguments: Arguments, values: Values, covered: Coverage) -> Verdict:
-    """Return the verdict at some sizes, trying guesses at which ints count tokens until one lets calls be compared. Raises NotApart."""
+    """Return the verdict at the sizes ``values``, trying guesses at which ints count tokens until one lets calls be compared.
+
+    If none does, the verdict of the first guess. Raises NotApart.
+    """
     verdict = None
     for counters in countings(twin.part, arguments):
         found = _counting(twin, Sessions(twin.part, arguments, counters), values, covered)
@@ -285,7 +288,10 @@ class _OfTheFirstStep(Arguments):
     """Makes the arguments that a graph was compiled with, on the CPU, but with random queries, new tokens and caches."""
 
     def make(self, moment: TrialCall, kept: dict[int, torch.Tensor]) -> list[Any]:
-        """Return the arguments of the first step; raises NotApart where one is not known."""
+        """Return the arguments of the first step: ``kept`` caches, random queries and new tokens, others as the graph was compiled with.
+
+        Raises NotApart where the value of one is not known.
+        """
         made: list[Any] = []
         for entry, fake in zip(self.part.captured.inputs, self.part.captured.fakes, strict=True):
             if not isinstance(fake, torch.Tensor):
@@ -303,7 +309,10 @@ class _OfTheFirstStep(Arguments):
 
 
 def first_step(part: Subgraph, examples: Sequence[Any]) -> Verdict:
-    """Return the verdict on one call over full caches, with the positions and masks that the graph was compiled with."""
+    """Return the verdict on one call over full caches, with the positions and masks that the graph was compiled with.
+
+    DIFFERENT if the twin raises an unexpected error, UNKNOWN if the program does not run by itself or the runtime refuses the call.
+    """
     moment = TrialCall(hints(part), 0)
     try:
         arguments = _OfTheFirstStep(part, examples, torch.Generator(device="cpu").manual_seed(SEED))
@@ -321,7 +330,7 @@ def first_step(part: Subgraph, examples: Sequence[Any]) -> Verdict:
 
 
 def _differs_on_padding(twin: _Twin, arguments: Arguments, sessions: list[tuple[list[TrialCall], float]]) -> bool:
-    """Return whether the results of padding queries, which see no token, differ from the program's."""
+    """Return whether the twin's results of padding queries, which see no token, differ from the program's; False if no call can be made."""
     if not sessions or not arguments.free:
         return False
     first = sessions[0][0][0]
