@@ -182,13 +182,19 @@ def inductor_patches(
 
 
 def gluon_choice(settings: Settings, mode: str | None, options: dict[str, Any] | None, replayed: bool = True) -> GluonSettings:
-    """Return the setting for the Gluon kernel together with whether the compiled steps are replayed as CUDA graphs."""
+    """Return the setting for the Gluon kernel together with whether the compiled steps are replayed as CUDA graphs.
+
+    ``mode``, ``options``: those of ``torch.compile``; ``replayed``: False turns CUDA graphs off. Raises BadSetting for an unknown mode.
+    """
     patches = inductor_patches(settings, mode, options, "", replayed)
     return GluonSettings(settings.gluon, bool(patches.get("triton.cudagraphs", config.triton.cudagraphs)))
 
 
 def freezes(settings: Settings, mode: str | None, options: dict[str, Any] | None) -> bool:
-    """Return whether Inductor would freeze attributes of a graph as constants: its ``freezing`` is on, and gradients are off."""
+    """Return whether Inductor would freeze attributes of a graph as constants: its ``freezing`` is on, and gradients are off.
+
+    Raises BadSetting for an unknown mode.
+    """
     if settings.inner is not Inner.INDUCTOR or torch.is_grad_enabled():
         return False
     return bool(inductor_patches(settings, mode, options, "").get("freezing", config.freezing))

@@ -51,7 +51,10 @@ class SiteKernel:
         return attend_source(self.config, self.batch, self.queries)
 
     def compiled(self, arch: str) -> list[dict[str, str | bytes]]:
-        """Return ``ttgir``, ``ptx`` and ``cubin`` of the kernel, compiled for ``arch`` (such as "sm_90") without a device."""
+        """Return a list of one dict, the kernel's ``ttgir``, ``ptx`` and ``cubin``, compiled for ``arch`` ("sm_90") without a device.
+
+        Raises OfflineCompilation for an unknown architecture.
+        """
         return [compile_offline(self.source(), self.config, arch)]
 
 
@@ -68,7 +71,10 @@ class PrefillSite:
         return prefill_offline.prefill_source(self.config, self.batch, self.queries)
 
     def compiled(self, arch: str) -> list[dict[str, str | bytes]]:
-        """Return a list of one dict, the kernel's ``ttgir``, ``ptx`` and ``cubin``, compiled for ``arch`` ("sm_90") without a device."""
+        """Return a list of one dict, the kernel's ``ttgir``, ``ptx`` and ``cubin``, compiled for ``arch`` ("sm_90") without a device.
+
+        Raises OfflineCompilation for an unknown architecture.
+        """
         return [prefill_offline.compile_offline(self.source(), self.config, arch, self.batch, self.queries)]
 
 
@@ -110,7 +116,10 @@ class BlocksSite:
         return paged_source(self.config, dict(self.operands))
 
     def compiled(self, arch: str) -> list[dict[str, str | bytes]]:
-        """Return ``ttgir``, ``ptx`` and ``cubin`` of the kernel, compiled for ``arch`` (such as "sm_90") without a device."""
+        """Return a list of one dict, the kernel's ``ttgir``, ``ptx`` and ``cubin``, compiled for ``arch`` ("sm_90") without a device.
+
+        Raises OfflineCompilation for an unknown architecture.
+        """
         sums = Operand((1,), (1,), torch.float32)
         return [compile_rendered(self.source(), dict(self.operands), sums, self.config.tile, arch)]
 

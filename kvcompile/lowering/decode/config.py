@@ -216,7 +216,7 @@ class AttendConfig(KernelConfig):
 
 
 def plane_names(letter: str, planes: Sequence[Any], fmt: KernelFormat) -> dict[str, Any]:
-    """Return the planes that a kernel reads, by the template's names; ``letter``: K or V."""
+    """Return {name in the template: plane} for the planes of one slot that a kernel reads; ``letter``: K or V."""
     present = (
         (True, "WORDS"), (fmt.scaled, "SCALES"), (fmt.zeros, "ZEROS"), (fmt.norms, "NORMS"), (fmt.levels > 0, "TABLE"),
         (fmt.static, "STATIC"),
@@ -235,7 +235,10 @@ def plans(
     wide_keys: int, wide_values: int, packed: int, key_generic: int = 0, value_generic: int = 0,
     tall: int = 16,
 ) -> tuple[TemplateSlot, TemplateSlot]:
-    """Return both slots' plans from the template's constants; the template calls this while it is rendered."""
+    """Return (plan of the keys' slot, plan of the values' slot) from the decode template's constants.
+
+    The template calls this while it is rendered, so dtypes are quoted names, and flags are ints.
+    """
     dtype = named_dtype(query)
     key, value = (
         slot_plan(text.strip("'"), role, dim, named_dtype(word), dtype, bool(wide), bool(packed), bool(generic), tall)

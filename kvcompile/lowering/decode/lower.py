@@ -57,13 +57,16 @@ def lower_decode(operands: AttendOperands[Any]) -> Any:
 
 
 def machine_of(q: Any) -> tuple[torch.device, site.Machine]:
-    """Return the device of the queries, with its multiprocessors and shared memory."""
+    """Return (the device of the queries, its multiprocessors and shared memory); the device must be CUDA."""
     device = q.get_device()
     return device, site.Machine.of(device)
 
 
 def layout_of(device: torch.device, operands: AttendOperands[Any], direct: bool, splits: int) -> Any:
-    """Return the layout of a template's output: the result if ``direct``, or partial sums with their maxima and totals."""
+    """Return Inductor's layout of a template's output: if ``direct`` the result [B, H, S, Dv] in q's dtype.
+
+    Otherwise partial sums with their maxima and totals, float32 [splits, B, H, S, Dv + 2].
+    """
     B, H, S, _ = operands.q.get_size()
     H, Dv = static(H), static(operands.value_dim)
     size = [B, H, S, Dv] if direct else [splits, B, H, S, Dv + 2]
@@ -72,7 +75,10 @@ def layout_of(device: torch.device, operands: AttendOperands[Any], direct: bool,
 
 
 def tuned(template: Any, configs: Sequence[Any], nodes: dict[str, Any], layout: Any, in_use: dict[str, int]) -> Any:
-    """Return the output node of the fastest of ``configs``, timed by Inductor; ``in_use``: values that fill operands meanwhile, by name."""
+    """Return the output node of a template with the fastest of ``configs``, timed by Inductor.
+
+    ``nodes``: operands by name; ``layout``: that of the output; ``in_use``: values that fill operands while kernels are timed, by name.
+    """
     choices: list[Any] = []
     B, _, S, _ = nodes["Q"].get_size()
     for config in configs:

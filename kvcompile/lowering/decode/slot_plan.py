@@ -47,7 +47,7 @@ class Decode(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """View words ``first`` .. ``first + count`` of a row, loaded as ``block`` columns."""
+    """A run of a row's words: words ``first`` to ``first + count`` - 1, in the dtype ``view_type``, loaded as ``block`` columns."""
 
     name: str
     first: int
@@ -56,7 +56,7 @@ class Chunk:
 
     @property
     def padded(self) -> bool:
-        """Whether the columns of the chunk's block exceed its view words, so that some are masked."""
+        """Whether the chunk's block has more columns than the chunk has words, so that some columns are masked."""
         return self.count != self.block
 
 
@@ -227,7 +227,7 @@ class TemplateSlot:
         return tuple(piece for piece in self.pieces if piece.scale == scale)
 
     def powers_of(self, scale: int) -> tuple[int, ...]:
-        """Return the distinct powers of the pieces that share one scale."""
+        """Return, in rising order, the distinct powers of two by which the pieces of one scale must be multiplied after unpacking."""
         return tuple(sorted({piece.power for piece in self.of_scale(scale)}))
 
     @property
@@ -279,11 +279,11 @@ def slot_plan(
     scheme: str, role: Role, dim: int, word_dtype: torch.dtype, query: torch.dtype, wide: bool, packed: bool, generic: bool = False,
     tall: int = 16,
 ) -> TemplateSlot:
-    """Return the plan of one slot.
+    """Return how the decode template reads one slot: words and their dtypes, ways to unpack them and to apply scales.
 
-    ``wide``: bytes may be loaded in pairs (strides are even); ``packed``: inline PTX may be used;
-    ``generic``: elements must be decoded one by one for any format. ``tall``: the tokens
-    of a tile if tokens are the tall side, otherwise 0: scales are folded into few queries once a block of tokens, not into many.
+    ``dim``: channels; ``word_dtype``: dtype of the plane of words; ``query``: dtype of the queries. ``wide``: bytes may be loaded in pairs
+    (strides are even); ``packed``: inline PTX may be used; ``generic``: elements must be decoded one by one for any format. ``tall``: the
+    tokens of a tile if tokens are the tall side, otherwise 0: scales are folded into few queries once a block of tokens, not into many.
     """
     fmt = schemes.parse(scheme).format(SlotSpec(1, dim, word_dtype, role))
     dtype = dot_dtype(fmt, query)
@@ -330,7 +330,10 @@ def slot_plan(
 
 
 def _decode(fmt: KernelFormat, role: Role, dim: int, dtype: torch.dtype, wide: bool, generic: bool, tall: int) -> Decode:
-    """Return the cheapest ``Decode`` that decodes the format exactly."""
+    """Return the cheapest ``Decode`` that decodes the format exactly under the given limits; the arguments are as in ``slot_plan``.
+
+    ``dtype``: the dtype that the tensor cores multiply.
+    """
     if not fmt.scaled and not fmt.levels:
         return Decode.ELEMENTS if generic else Decode.PLAIN
     if generic or (fmt.segments > 1 and not fmt.levels):
@@ -405,7 +408,10 @@ def _picked(fmt: KernelFormat, dim: int) -> TemplateSlot:
 
 
 def _elements(fmt: KernelFormat, role: Role, dim: int, query: torch.dtype) -> TemplateSlot:
-    """Return the ELEMENTS plan, which every format has: words loaded as stored, not in pairs, and unpacked by the printed ``unpack``."""
+    """Return the ELEMENTS plan, which every format has: words loaded as stored, not in pairs, and unpacked by the printed ``unpack``.
+
+    Raises UnprintableUnpack for a scheme whose ``unpack`` cannot be printed.
+    """
     words = dim // fmt.parts
     chunks = _chunks(_edges(fmt, words) if fmt.group >= MIN_CHUNK else [words])
     pieces = tuple(
@@ -443,7 +449,11 @@ def _chunks(edges: list[int], least: int = MIN_CHUNK, most: int = 1 << 30) -> li
 def _expression(
     fmt: KernelFormat, part: int, byte: int, pair: bool, packed: bool, dtype: torch.dtype, centered: bool
 ) -> tuple[str, int, int]:
-    """Return text that unpacks ``{word}`` to ``dtype``, the power of two it must be multiplied by, and the offset to subtract."""
+    """Return (Triton text that unpacks ``{word}`` to ``dtype``, the power of two to multiply it by, the offset to subtract).
+
+    ``part``, ``byte``: the part of a word to unpack, and its byte if ``pair``, two bytes loaded as one word. ``packed``: by inline PTX.
+    ``centered``: the text subtracts the offset itself. Raises UnprintableUnpack.
+    """
     name = TRITON_TYPES[dtype]
     if not pair:
         text = triton_expression(fmt, part, "{word}")

@@ -26,7 +26,7 @@ TWICE_HEADS = 4
 
 
 class NoFragments(Exception):
-    """The kernel does not support a format; the message says which property."""
+    """Raised for a format that the Gluon kernel does not support; the message says which property."""
 
 
 @dataclasses.dataclass(frozen=True)
