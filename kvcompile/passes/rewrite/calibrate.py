@@ -41,7 +41,7 @@ def calibrate(
 
 
 def _real(emit: Emitter, item: SitePlan) -> fx.Node | None:
-    """Emit a mask of real tokens, bool [B or 1, T], visible to some query; None if no mask hides any."""
+    """Emit a mask of the tokens that some query sees, bool [B or 1, T]; return the node, None if no mask hides tokens."""
     real: fx.Node | None = None
     for term in hiding(item.site.bounds):
         mask = emit.call(aten.to.dtype, shown(emit, term, item.site), torch.int64)

@@ -55,7 +55,7 @@ def _roots(context: Context) -> set[fx.Node]:
 
 
 def _chains(context: Context) -> set[fx.Node]:
-    """Return the nodes between sliding caches' tokens and their readers, and the gathers from paged caches."""
+    """Return the nodes that the rewrite leaves unread: those between sliding caches' tokens and attention, gathers from paged caches."""
     slots = [slot.slot for slot in context.slots()]
     root = context.effects.root
     gathered = {node for slot in slots if slot.block_table is not None for node in slot.path if root.get(node) is not slot.root}

@@ -22,7 +22,7 @@ New = Callable[[Slot], fx.Node]
 
 
 def matrices(emit: Emitter, projection: Projection, dtype: torch.dtype) -> fx.Node:
-    """Emit a projection's weight as [heads, channels, inner] in ``dtype``."""
+    """Emit the weight of a projection as [heads, channels, inner] in ``dtype``; return its node."""
     node, roles = emit.copies[projection.weight], []
     shape = value_of(projection.weight).shape
     at = 0
@@ -63,7 +63,10 @@ def scaled(emit: Emitter, node: fx.Node, factor: float) -> fx.Node:
 
 
 def _by_head(emit: Emitter, node: fx.Node, matrix: fx.Node, groups: int, equation: str) -> fx.Node:
-    """Emit the product of [B, H, S, x] with one matrix for each of H / groups heads."""
+    """Emit the product of ``node`` [B, H, S, x] with one ``matrix`` for each of H / ``groups`` heads; return its node.
+
+    ``equation``: the letters of x, a comma, and those of a head's matrix, as in einsum; the matrix's other letter is the result's last dim.
+    """
     left, right = equation.split(",")
     if groups == 1:
         return emit.call(aten.einsum.default, f"bhs{left},h{right}->bhs{_result(left, right)}", [node, matrix])
@@ -79,7 +82,10 @@ def _result(left: str, right: str) -> str:
 def queries(
     emit: Emitter, q: fx.Node, dtype: torch.dtype, stripes: tuple[Stripe, ...], slots: tuple[Slot, ...], heads: int
 ) -> fx.Node:
-    """Emit queries q [B, H, S, D] projected to the cached channels of ``slots``, one slot after another."""
+    """Emit queries q [B, H, S, D] projected to the cached channels of ``slots``, one slot after another; return the node.
+
+    ``stripes``: the runs of channels of which keys consist; ``dtype``: that of the projections; ``heads``: number of query heads.
+    """
     parts: list[fx.Node] = []
     width = sum(stripe.count for stripe in stripes)
     for slot in slots:
@@ -119,7 +125,10 @@ def _side_by_side(emit: Emitter, runs: list[tuple[int, int, fx.Node]], width: in
 
 
 def result(emit: Emitter, out: fx.Node, dtype: torch.dtype, value: Stripe, heads: int) -> fx.Node:
-    """Emit the result [B, H, S, Dv] from the weighted sum of cached channels ``out``."""
+    """Emit the attention's result [B, H, S, Dv] from ``out``, the weighted sum of cached channels [B, H, S, D]; return the node.
+
+    ``value``: the run of cached channels that values are made from; ``heads``: number of query heads.
+    """
     inner = value.count if value.projection is None else value.projection.inner
     out = _narrow(emit, out, 3, value.first, inner, value.slot.head_dim)
     if value.projection is not None:

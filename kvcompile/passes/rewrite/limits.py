@@ -76,7 +76,7 @@ def _tokens_read(site: Site) -> Any:
 
 
 def _keep(emit: Emitter, site: Site) -> fx.Node | None:
-    """Emit the positions that any query may attend to, bool [1 or B, T]; None without such a mask."""
+    """Emit which positions any query of a row may attend to, bool [1 or B, T]; return the node, None for a mask without such padding."""
     if site.bounds.keep is None:
         return None
     mask, roles = site.bounds.keep
@@ -85,7 +85,7 @@ def _keep(emit: Emitter, site: Site) -> fx.Node | None:
 
 
 def _limit(context: Context, emit: Emitter, limit: Limit, item: SitePlan) -> fx.Node:
-    """Emit a position limit as int64 [1 or B, S]."""
+    """Emit the last or first position that each query of this call sees by ``limit``, int64 [1 or B, S]; return the node."""
     site, kind, device = item.site, limit.kind, device_of(item)
     facts = site.key.kind.facts
     count = size_along(site.attention.q, site.attention.q_roles, "S", site.attention.folded)
@@ -107,7 +107,7 @@ def _limit(context: Context, emit: Emitter, limit: Limit, item: SitePlan) -> fx.
 
 
 def _from_tensor(emit: Emitter, limit: Limit, origin: fx.Node, site: Site) -> fx.Node:
-    """Emit a limit relative to a tensor of the graph."""
+    """Emit ``limit`` as the tensor ``origin`` of the captured graph plus the limit's offset, int64 [1 or B, S]; return the node."""
     node = rows_of_call(emit, origin, limit.roles, site)
     if value_of(origin).dtype != torch.int64:
         node = emit.call(aten.to.dtype, node, torch.int64)

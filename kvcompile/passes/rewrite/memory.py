@@ -61,7 +61,7 @@ def _attend(emit: Emitter, item: SitePlan, source: Sources) -> fx.Node:
 
 
 def _tokens(emit: Emitter, item: SitePlan, source: Sources, node: fx.Node, roles: tuple[str, ...], head_dim: int) -> fx.Node:
-    """Emit learned keys or values as one plane [1, B, K, m, D]."""
+    """Emit the learned keys or values ``node``, with dims of ``roles``, as a plane [1, B, K, m, D] of m tokens; return its node."""
     made, current = emit.apart(emit.copies[node], roles, {"K": item.key.spec.heads, "D": head_dim})
     made = emit.arrange(made, current, ("B", "K", "T", "D"))
     return emit.call(aten.unsqueeze.default, emit.call(aten.to.dtype, made, source.dtype), 0)
