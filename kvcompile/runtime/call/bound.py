@@ -187,7 +187,7 @@ class BoundGraph:
             warn_all_encoded(form, tensor)
 
     def _take_rows(self, step: _CallStates, call: Call) -> None:
-        """Park or join rows of every state, so that its stores hold the batch rows of this call."""
+        """Make the stores of every state hold the batch rows of this call: park further rows, or join parked rows (``take_rows``)."""
         with step.undo:
             for form, state in zip(self.forms, step.states, strict=True):
                 parting = take_rows(state, form.rows(call))

@@ -67,7 +67,7 @@ class TokenOrder:
     def _groups(self, form: CacheForm, state: CacheState, rows: int, call: Call) -> list[Counts] | OutOfOrder:
         """Return the token counts of each group of a call's rows (stored, parked, never written), or the refusal of the call.
 
-        The groups are merged into one if the host reads the position of each row.
+        The groups are merged into one if the host reads the position of each row. Raises the errors of ``_misplaced``.
         """
         if (places := form.places(state, call)) is not None and (out_of_order := self._misplaced(form, state, places, rows, call)):
             return out_of_order

@@ -89,7 +89,7 @@ class AdaptiveStore(Store):
             self.planes[index] = grown
 
     def _made(self, spec: PlaneSpec, pages: int) -> torch.Tensor:
-        """Return a new plane of zeros with ``pages`` pages, in pinned host memory if its spec says so."""
+        """Return a new plane of zeros with ``pages`` pages, in pinned host memory if its spec says so; raises HostMemoryFull."""
         shape = spec.shape_of(pages, self.batch, self.spec.slot.heads)
         with ordinary():
             if spec.host and self.device.type == "cuda":

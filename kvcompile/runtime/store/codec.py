@@ -60,12 +60,16 @@ def _put(store: Store, x_BKnD: torch.Tensor, left_padding: torch.Tensor | None, 
 
 
 def _places(store: Store, x_BKnD: torch.Tensor, first: int) -> torch.Tensor:
-    """Return the positions of tokens from ``first`` on, int64 [1, n]."""
+    """Return the positions of tokens [B, K, n, D] that begin at position ``first``, int64 [1, n]."""
     return torch.arange(first, first + x_BKnD.shape[2], device=store.device).unsqueeze(0)
 
 
 def decode(store: Store, tokens: int) -> torch.Tensor:
-    """Return the first ``tokens`` tokens, decoded to [B, K, T, D] in the model's dtype; with a window, zero after the newest token."""
+    """Return the first ``tokens`` tokens, decoded to [B, K, T, D] in the model's dtype; with a window, zero after the newest token.
+
+    Fewer tokens are returned if the store has pages for fewer. Raises TokensOutOfOrder if a window's row is broken, and AnglesUnknown for
+    keys before RoPE whose angles no compiled call has given.
+    """
     values = store.unrotated(_held(store, tokens))
     values = _rotated(store, values) if store.spec.scheme.pre_rope else values
     if store.padding is None or store.left_padding is None:
@@ -81,7 +85,8 @@ def decode(store: Store, tokens: int) -> torch.Tensor:
 def _held(store: Store, tokens: int) -> torch.Tensor:
     """Return the first ``tokens`` tokens decoded to [B, K, T, D], as the store keeps them; exact tokens are not decoded.
 
-    Keys have RoPE undone if the scheme stores them so, and channels are rotated if it rotates them.
+    Keys have RoPE undone if the scheme stores them so, and channels are rotated if it rotates them. Fewer tokens are returned if the store
+    has pages for fewer. Raises TokensOutOfOrder if a window's row is broken.
     """
     pages = min(pages_for(tokens), store.pages)
     values = store.values(0, pages)[:, :, :tokens].to(store.spec.slot.dtype)

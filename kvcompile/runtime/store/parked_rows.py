@@ -23,7 +23,11 @@ from kvcompile.types import Extent
 
 
 class Counts(NamedTuple):
-    """The number of rows in a group of a state's rows, and the ``length``, ``behind``, ``top`` and ``held`` of a state with these rows."""
+    """Numbers of a group of batch rows: how many ``rows``, and the ``CacheState`` fields that hold for each of them.
+
+    ``length``: tokens that count; ``behind``, ``top``: the positions after the last token written and after the last one ever written;
+    ``held``: leading slots that may hold more than the counted tokens.
+    """
 
     rows: int
     length: int
@@ -101,9 +105,10 @@ def apart(state: CacheState, rows: int) -> str:
 
 
 def take_rows(state: CacheState, rows: int) -> Callable[[], None] | None:
-    """Park or join rows so that a state's stores hold its first ``rows`` rows.
+    """Make a state's stores hold its first ``rows`` rows: park the rows behind them, or join parked and never-written rows.
 
-    Returns an action that parks joined rows again if they differed in a window; else None.
+    A parked row keeps its codes in a state of its own (``CacheState.parked``). Returns an action that parks joined rows again if they
+    differed in a window; else None.
     """
     if rows < state.rows:
         _park(state, rows)

@@ -74,7 +74,7 @@ class Store:
     # --- memory ----------------------------------------------------------------------------------
 
     def _zeros(self, plane: PlaneSpec, pages: int) -> torch.Tensor:
-        """Return a new plane as the scheme makes it empty, or of zeros in pinned host memory if its spec says so."""
+        """Return a new plane as the scheme makes it empty, or of zeros in pinned host memory if its spec says so; raises HostMemoryFull."""
         with ordinary():
             if plane.host and self.device.type == "cuda":
                 shape = plane.shape(pages, self.batch, self.spec.slot.heads)
@@ -90,7 +90,7 @@ class Store:
         ]
 
     def _pinned(self, plane: torch.Tensor) -> torch.Tensor:
-        """Return a copy of a plane in pinned host memory."""
+        """Return a copy of a plane in pinned host memory. Raises HostMemoryFull if the memory cannot be had."""
         return host_plane(tuple(plane.shape), plane.dtype, self.device).copy_(plane)
 
     def pin(self) -> None:
@@ -131,9 +131,9 @@ class Store:
         return found
 
     def reserve(self, pages: int, tokens: int | None = None) -> None:
-        """Grow the planes to ``pages`` pages, one plane at a time, so that only one exists twice.
+        """Grow the planes to ``pages`` pages, one plane at a time, so that only one exists twice; do nothing if they have as many.
 
-        ``tokens``: the number of tokens that the next call needs, for stores that allocate by tokens.
+        ``tokens``: the number of tokens that the next call needs, for stores that allocate by tokens. Raises HostMemoryFull.
         """
         del tokens
         if pages <= self.pages:
