@@ -54,7 +54,7 @@ EDGES = {bits: tuple((low + high) / 2 for low, high in itertools.pairwise(levels
 
 @dataclasses.dataclass(frozen=True)
 class Gauss(Windowed, LowBit):
-    """Indices of the best levels for a normal variable, and one norm a token; keys and values rotated, 4 bits by default."""
+    """Codes that number the best levels for a normal variable, with one norm per token; keys and values rotated, 4 bits by default."""
 
     bits: int = 4
     scale_dtype: torch.dtype = torch.float16

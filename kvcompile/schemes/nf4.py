@@ -30,7 +30,10 @@ EDGES = tuple((low + high) / 2 for low, high in itertools.pairwise(LEVELS))
 
 @dataclasses.dataclass(frozen=True)
 class Nf4(Symmetric):
-    """Indices of levels, two to the byte, part 0 in the low nibble; groups of 32 channels (the paper: 64)."""
+    """4-bit codes that number 16 fixed levels, quantiles of a normal distribution (NormalFloat), with one scale per 32 channels by default.
+
+    Two codes to a byte, part 0 in the low nibble. The paper has groups of 64 channels.
+    """
 
     granularity: Granularity = Granularity.GROUP
 

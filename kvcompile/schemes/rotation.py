@@ -62,7 +62,7 @@ def signs(order: int, device: torch.device | None = None) -> torch.Tensor:
 
 
 def rotation_matrix(head_dim: int, order: int, plane: torch.Tensor) -> torch.Tensor:
-    """Return R = H + plane for a store's plane [..., D, D]."""
+    """Return the matrix R of a rotation, [..., D, D]: normalised Hadamard blocks of ``order`` channels, plus a store's ``plane``."""
     place = torch.arange(head_dim, device=plane.device) // order
     inside = place[:, None] == place
     blocks = head_dim // order

@@ -96,7 +96,7 @@ class Outward(enum.Enum):
 
 
 class BoundUnit(enum.Enum):
-    """The unit for which an expression is evaluated; sums run over this unit."""
+    """The unit (channel, block or head) for which a bound's expression is evaluated once."""
 
     CHANNEL = "channel"
     BLOCK = "block"
