@@ -71,7 +71,10 @@ def inputs(head_dim: int, tokens: int, seed: int = 1) -> tuple[torch.Tensor, tor
 
 
 def compiled(module: nn.Module, scheme: Scheme, inner: str = "eager") -> Callable[..., Any]:
-    """Return a module over a cache, compiled with ``scheme``; an attention that cannot be rewritten is an error. Resets the compiler."""
+    """Return a module over a cache, compiled with ``scheme``, which raises SiteRefused when called if its attention is not rewritten.
+
+    Resets the compiler. ``inner``: the compiler of the rewritten graph.
+    """
     torch.compiler.reset()
     return torch.compile(module, backend=backend(scheme, inner=inner, strict=True))
 
