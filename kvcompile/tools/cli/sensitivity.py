@@ -43,7 +43,8 @@ class DecodingSubject:
 def run(arguments: argparse.Namespace) -> int:
     """Measure (or read) the damages, write and print them, and fit a policy if a memory budget is given.
 
-    Returns the exit status, INTERRUPTED after Ctrl-C.
+    Returns the exit status, INTERRUPTED after Ctrl-C; then no policy is fitted. Raises a SchemeError for an unknown scheme, TargetError for
+    a target that names no model, SensitivityUnread and BudgetTooSmall.
     """
     names = [short_scheme(parse(item)) for item in arguments.schemes]
     known = None if arguments.read is None else Sensitivity.load(arguments.read)
@@ -74,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _measured(subject: DecodingSubject, names: list[str]) -> tuple[Sensitivity, bool]:
-    """Return the damages, and whether Ctrl-C ended the measurement before all were known."""
+    """Return (the damages, whether Ctrl-C ended the measurement before all of them were known)."""
     count = len(names) * sum(len(layer.halves) for layer in subject.layers)
     with ProgressLine("sensitivity", count) as progress:
         progress.at("all layers as they are")

@@ -114,7 +114,7 @@ class Bench:
     def measure(self, scheme: object, label: str | None = None) -> Measured:
         """Return the measurements of the model under one scheme: losses and KL of texts, answers, bytes. Resets the compiler.
 
-        ``label`` None: the scheme as text.
+        ``label`` None: the scheme as text. Raises a SchemeError for a text that names no scheme.
         """
         label, started = label or str(scheme), time.perf_counter()
         # Code compiled for an earlier scheme would count toward Dynamo's limit of versions.

@@ -60,7 +60,10 @@ class CompressedModel:
     # --- the harness's interface -------------------------------------------------------------------
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Return, for each (context, continuation), the continuation's log-probability and whether greedy decoding gives it."""
+        """Return, for each (context, continuation), the continuation's log-probability and whether greedy decoding gives it.
+
+        Raises BadEvaluation for a continuation of more than ``max_length`` tokens.
+        """
         return [self._scored(*self._pair(*request.args)) for request in requests]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
@@ -101,9 +104,9 @@ class CompressedModel:
         return [*self.start, *first], whole[len(first) :]
 
     def _scored(self, context: list[int], continuation: list[int]) -> tuple[float, bool]:
-        """Return the continuation's log-probability, and whether its tokens are the likeliest. Too long a context loses its beginning.
+        """Return the continuation's log-probability, and whether its tokens are the likeliest; (0, True) for an empty one.
 
-        Raises BadEvaluation for too long a continuation.
+        A context that is too long loses its beginning. Raises BadEvaluation for a continuation of more than ``max_length`` tokens.
         """
         if not continuation:
             return 0.0, True
