@@ -205,7 +205,7 @@ class _Twin:
         return Plan(tuple(site_plan(site, pair, self.part.effects) for site in self.part.sites), ())
 
     def variant(self, which: Variant) -> tuple[Rewritten, Callable[..., Any]]:
-        """Return one variant of the rewritten program, and the function that runs it."""
+        """Return one variant of the rewritten program, and the function that runs it. Raises Unsupported as ``rewrite`` does."""
         if which not in self.variants:
             self.variants[which] = rewrite(self.part.captured, self.planned, which, self.part.effects)
         return self.variants[which], self.variants[which].module
