@@ -53,7 +53,10 @@ class CodesAllocator(FullAttentionCacheAllocator):  # type: ignore[misc]
 
     @classmethod
     def get_bytes_per_page(cls, num_key_value_heads: int, head_dim: int, cache_dtype: torch.dtype, page_size: int) -> int:
-        """Return the bytes of one layer's page: of codes if this thread builds a cache for a model with codes, else of dense tokens."""
+        """Return the bytes of one layer's page: of codes if this thread builds a cache for a model with codes, else of dense tokens.
+
+        Raises EngineUnfit if layers of codes differ in it.
+        """
         served = BUILDING.get()
         if served is None:
             return int(FullAttentionCacheAllocator.get_bytes_per_page(num_key_value_heads, head_dim, cache_dtype, page_size))

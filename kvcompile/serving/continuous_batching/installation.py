@@ -179,7 +179,10 @@ def _attention(
 
 
 def _pair(scheme: Scheme | str, values: Scheme | str | None) -> tuple[Scheme, Scheme]:
-    """Return the schemes of keys and of values, each given as an object or a text, or both in one text (``k=int8,v=int4``)."""
+    """Return the schemes of keys and of values, each given as an object or a text, or both in one text (``k=int8,v=int4``).
+
+    ``values`` None: ``scheme`` for both. Raises a SchemeError for a text that names no scheme.
+    """
     if values is None:
         return parse_pair(scheme) if isinstance(scheme, str) else (scheme, scheme)
     key, value = (parse(each) if isinstance(each, str) else each for each in (scheme, values))
@@ -187,7 +190,10 @@ def _pair(scheme: Scheme | str, values: Scheme | str | None) -> tuple[Scheme, Sc
 
 
 def _schemes(model: Any, key: Scheme, value: Scheme) -> Iterator[tuple[int, tuple[Scheme, Scheme]]]:
-    """Yield (index of an attention layer, its schemes of keys and values with the tables of its module) for each attention layer."""
+    """Yield (index of an attention layer, its schemes of keys and values with the tables of its module) for each attention layer.
+
+    Raises a SchemeError if a scheme has no tables for a layer.
+    """
     for path, module in model.named_modules():
         if isinstance(getattr(module, "layer_idx", None), int) and hasattr(module, "head_dim"):
             yield module.layer_idx, (key.for_module(path), value.for_module(path))

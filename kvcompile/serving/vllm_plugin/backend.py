@@ -80,7 +80,10 @@ class CodesBackend(AttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """Return a layer's spec with the number of bytes that codes take per token and head; unchanged if it has that number already."""
+        """Return a layer's spec with the number of bytes that codes take per token and head; unchanged if it has that number already.
+
+        Raises EngineUnfit if the environment names no scheme, and NotPaged for a scheme that blocks cannot hold.
+        """
         if spec.state_content_bytes is not None:
             return spec
         keys, values = asked()
@@ -193,7 +196,11 @@ class CodesImpl(AttentionImpl[CodesMetadata]):
         return output
 
     def pool_of(self, kv_cache: torch.Tensor, dtype: torch.dtype, value_dim: int) -> Pool:
-        """Return a view of the engine's cache of this layer as a Pool; kept until another cache is passed."""
+        """Return a view of the engine's cache of this layer as a Pool; kept until another cache is passed.
+
+        ``dtype``: that of the model's keys; ``value_dim``: channels of a value. Raises EngineUnfit if the environment names no scheme, and
+        NotPaged for a scheme that blocks cannot hold.
+        """
         if self.pool is None or self.source is not kv_cache:
             _, heads, page, _ = kv_cache.shape
             layout = layout_of_blocks(*asked(), heads, self.head_size, value_dim, page, dtype)
@@ -225,7 +232,11 @@ def require_plain(config: Any) -> None:
 
 
 def told(spec: Any, layers: int, blocks: int | None) -> str:
-    """Return the text logged for a group of layers: schemes, bytes of a token, tokens that fit, and how many would fit dense."""
+    """Return the text logged for a group of ``layers`` layers: schemes, bytes of a token, tokens that fit in ``blocks`` blocks.
+
+    The text also says how many tokens would fit dense; without ``blocks`` it states neither number. Raises EngineUnfit if the environment
+    names no scheme.
+    """
     keys, values = asked()
     token = layers * spec.page_size_bytes // spec.block_size
     dense = layers * spec.num_kv_heads * (spec.head_size + spec.head_size_v) * spec.dtype.itemsize

@@ -40,7 +40,8 @@ def layout_of_blocks(
 def bytes_of_token(keys: Scheme, values: Scheme, head_dim: int, value_dim: int, dtype: torch.dtype) -> int:
     """Return the bytes of one token and head, rounded up to a multiple of the size of ``dtype``.
 
-    A page that is a multiple of 16 tokens loses no byte to alignment, so bytes of a token times tokens are the bytes of a page.
+    A page that is a multiple of 16 tokens loses no byte to alignment, so bytes of a token times tokens are the bytes of a page. Raises the
+    errors of ``layout_of_blocks``.
     """
     exact = layout_of_blocks(keys, values, 1, head_dim, value_dim, LEAST_PAGE, dtype).head_bytes // LEAST_PAGE
     return -(-exact // dtype.itemsize) * dtype.itemsize
