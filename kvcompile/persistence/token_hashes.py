@@ -21,7 +21,10 @@ class TokenHashes:
     rows: tuple[str, ...]
 
     def differing(self, tokens: Tokens) -> str:
-        """Return how ``tokens`` differ from the hashed ones, as text such as "3 rows of tokens"; "" if they begin with them."""
+        """Return how ``tokens`` differ from the hashed ones, as text such as "3 rows of tokens"; "" if they begin with them.
+
+        Raises CacheUnfit unless ``tokens`` are integers [B, T] or [T].
+        """
         ids = as_rows(tokens)
         if len(ids) != len(self.rows):
             return f"{len(ids)} rows of tokens"
