@@ -271,7 +271,7 @@ class Compilation:
     def _unchanged(self, refusal: Refusal) -> Code:
         """Record ``refusal`` and return Dynamo's graph, compiled as given.
 
-        If the call has compressed caches, they become dense and the graph runs uncompiled.
+        If the call has compressed caches, they become dense and the graph runs uncompiled. Raises SiteRefused under ``strict``.
         """
         self.report.refusals = (refusal,)
         self._announce()

@@ -64,7 +64,8 @@ def explain(
     """Run ``model`` once on ``inputs`` (a mapping, a sequence or one tensor) and return the report of its sites under ``scheme``.
 
     The inputs are deep-copied, so a cache among them is not touched. If the result has ``past_key_values``, one more token is decoded with
-    it, so that the decode graph is reported too.
+    it, so that the decode graph is reported too. Raises a SchemeError for a text or a policy that names no scheme; errors of the model pass
+    through.
     ``tokens``: the cache length to report bytes for; None for the captured length.
     ``certify``: as for ``backend``.
     """

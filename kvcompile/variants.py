@@ -137,7 +137,7 @@ class Variants:
         return variant in self._compiled
 
     def rewritten(self, variant: Variant) -> Rewritten:
-        """Return the rewritten graph of a variant."""
+        """Return the rewritten graph of a variant, made at the first call. Raises Unsupported as ``rewrite`` does."""
         if variant not in self.made:
             with self.inner.report.timing(Pass.REWRITE):
                 self.made[variant] = rewrite(self.captured, self.planned, variant, self.effects)
@@ -217,7 +217,10 @@ class Variants:
         return made.code
 
     def _code_of(self, variant: Variant, fakes: tuple[Any, ...], symbols: dict[Any, str]) -> CompiledVariant:
-        """Return code of a variant for inputs like ``fakes``: that of an equal graph, or newly compiled."""
+        """Return the code of a variant for inputs like ``fakes``: that of an equal graph if one was compiled, else newly compiled.
+
+        ``symbols``: labels of the symbols that the rewrite added. Raises VerificationFailed under the setting ``verify``, and NotCompiled.
+        """
         report, settings, started = self.inner.report, self.inner.settings, time.perf_counter()
         rewritten = self.rewritten(variant)
         mark_inputs(self.captured, rewritten, steady_inputs(self.captured, self.effects))

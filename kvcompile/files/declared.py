@@ -148,7 +148,10 @@ READERS: dict[Any, Callable[[tuple[Any, ...], Any, str], Any]] = {list: _list, t
 
 
 def _record(kind: Any, value: Any, where: str, whole: bool = False) -> Any:
-    """Return a dataclass from a mapping of its fields; a field may be absent if it has a default, unless ``whole``."""
+    """Return a dataclass ``kind`` from ``value``, a mapping of its fields, each read as its annotation declares.
+
+    A field may be absent if it has a default, unless ``whole``. Raises FileUnfit, with the place ``where``, for other fields and values.
+    """
     fields = {field.name: field for field in dataclasses.fields(kind) if field.init}
     given = _plain(dict, value, where)
     if unknown := sorted(map(str, given.keys() - fields.keys())):
