@@ -88,7 +88,7 @@ class Table:
 
 
 def uniform_table(bits: int, heads: int, groups: int) -> Table:
-    """Return the table with the codes and values of plain asymmetric quantization."""
+    """Return the table of plain asymmetric codes of ``bits`` bits, the same for ``heads`` kv heads of ``groups`` groups of channels."""
     return Table(uniform_levels(bits).repeat(heads, groups, 1), uniform_thresholds(bits).repeat(heads, groups, 1))
 
 

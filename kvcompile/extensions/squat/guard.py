@@ -52,9 +52,10 @@ def wins(
     coded: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor], keys_RKnD: torch.Tensor, moves_RKDD: torch.Tensor,
     gram_RKDD: torch.Tensor,
 ) -> torch.Tensor:
-    """Return whether error feedback lowers the sum of squared score errors of a head, bool [R, K, 1, 1]; False on a tie or NaN.
+    """Return, by head, whether error feedback lowers the sum of squared score errors of keys, bool [R, K, 1, 1]; False on a tie or NaN.
 
-    ``coded``: (keys, plane of feedback or None) -> the keys after encoding and decoding.
+    ``coded``: (keys, plane of feedback or None) -> the keys after encoding and decoding. ``moves_RKDD``: the plane of feedback.
+    ``gram_RKDD``: the sum of q q^T over the queries whose scores count. Errors that are not finite count as zero.
     """
     gram = gram_RKDD.to(torch.float32)
 

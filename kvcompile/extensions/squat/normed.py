@@ -109,7 +109,10 @@ class Normed(Kivi):
         return dataclasses.replace(super().format(slot), norms=slot.role is Role.KEY)
 
     def calibrate(self, q_BKGSD: torch.Tensor, keep_BS: torch.Tensor | None, prompt: Prompt = UNTOLD) -> Planes:
-        """Return the queries' rotation minus the Hadamard matrix, [1, 1 or B, K, D, D]; zeros, for that matrix alone, if not finite."""
+        """Return the queries' rotation minus the Hadamard matrix, float32 [1, 1 or B, K, D, D]; zeros for a head where it is not finite.
+
+        Zeros leave the Hadamard matrix alone. ``keep_BS``: False for padding. ``prompt`` is not read.
+        """
         del prompt
         if self.subspace is Subspace.BATCH:
             q_BKGSD, keep_BS = q_BKGSD[:1], None if keep_BS is None else keep_BS[:1]

@@ -234,7 +234,7 @@ class Squat(Kivi):
         real = torch.ones(rows, tokens, dtype=torch.bool, device=q_BKGSD.device) if keep_BS is None else keep_BS
 
         def seen(these_RS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            """Return the sum of q q^T over some queries, and their number."""
+            """Return (the sum of q q^T over the queries in the mask ``these_RS``, [B, K, D, D]; their number, at least one per group)."""
             q = torch.where(these_RS[:, None, None, :, None], q_BKGSD, torch.zeros((), dtype=q_BKGSD.dtype, device=q_BKGSD.device))
             gram = algebra.gram(q.flatten(2, 3))
             if prompt.angles is not None and self.pre_rope and self.queries is Queries.DISTANCES:
@@ -257,7 +257,10 @@ class Squat(Kivi):
         return own.decode(own.encode(keys_BKSD, *(() if moves is None else (moves.unsqueeze(0),))), slot)
 
     def _moves(self, gram_BKDD: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-        """Return the plane of error feedback, float64 [B, K, D, D], from the sum of q q^T over ``count`` queries; zeros if not finite."""
+        """Return the plane of error feedback of each head, float64 [B, K, D, D], from the sum of q q^T over ``count`` queries.
+
+        Zeros, which feed back nothing, for a head whose plane is not finite.
+        """
         size = count if self.unit is Unit.QUERIES else torch.ones_like(count)
         if self.unit is Unit.DIAGONAL:
             mean = gram_BKDD.to(torch.float64).diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]

@@ -199,7 +199,10 @@ class _Loop:
             self.folder.save(self.trainer, self.progress, self.best or self.trainer.tables(self.fingerprint))
 
     def _resumed(self) -> None:
-        """Restore the trainer, the progress and the best tables from the run folder's checkpoint."""
+        """Restore the trainer, the progress and the best tables from the run folder's checkpoint.
+
+        Raises BadRun for a damaged checkpoint, and BadTables if the best tables cannot be read.
+        """
         from kvcompile.extensions.beyond.storage import read_tables
 
         assert self.folder is not None
@@ -209,7 +212,11 @@ class _Loop:
 
 
 def native_loss(model: torch.nn.Module, batches: Iterable[Any], loss: Loss | None = None) -> float:
-    """Return the loss of the model in full precision, without quantizers, in nats per token."""
+    """Return the loss of the model in full precision, without quantizers, in nats per token.
+
+    ``loss``: (model, batch) -> (sum, count); None for next-token loss, which raises BadBatch for a batch that it does not accept. Raises
+    ZeroDivisionError if no token counts.
+    """
     measure, device = loss or NextToken(model), next(model.parameters()).device
     total, count = 0.0, 0.0
     with torch.no_grad():

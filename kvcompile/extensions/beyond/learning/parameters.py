@@ -23,7 +23,10 @@ class SlotParameters:
 
     @staticmethod
     def uniform(bits: int, heads: int, groups: int, device: torch.device) -> SlotParameters:
-        """Return the parameters whose tables give plain asymmetric codes of ``bits`` bits."""
+        """Return new parameters for ``heads`` kv heads of ``groups`` groups of channels, with the tables of plain asymmetric codes.
+
+        ``bits``: the width of a code. All tensors are on ``device`` and require gradients.
+        """
         table = uniform_table(bits, heads, groups)
         nothing = torch.zeros_like(table.thresholds, device=device)
         return SlotParameters(

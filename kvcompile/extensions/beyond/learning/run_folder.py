@@ -86,7 +86,10 @@ class RunFolder:
             file.write(json.dumps(line) + "\n")
 
     def keep_best(self, scheme: Beyond) -> None:
-        """Write the tables of ``scheme``, the best so far, to the folder."""
+        """Write the tables of ``scheme``, the best so far, to the folder; nothing if the folder is only read.
+
+        Raises BadTables for a scheme without a model's tables.
+        """
         if not self.writes:
             return
         save_tables(scheme, self.folder / "best.safetensors")
@@ -138,7 +141,10 @@ class RunFolder:
     # --- pictures --------------------------------------------------------------------------------
 
     def draw(self, progress: Progress, scheme: Beyond) -> None:
-        """Draw the losses of ``progress`` and the levels of ``scheme`` into the folder; nothing without matplotlib."""
+        """Draw the losses of ``progress`` and the levels of ``scheme`` into the folder; nothing without matplotlib, or if it is only read.
+
+        Raises BadTables for a scheme without a model's tables.
+        """
         if not self.writes or importlib.util.find_spec("matplotlib") is None:
             return
         from kvcompile.extensions.beyond.learning.pictures import draw_levels, draw_loss

@@ -126,7 +126,10 @@ class Trainer:
         return found
 
     def _step(self, count: float) -> None:
-        """Take Adam's step from summed gradients, then project the thresholds; no step if gradients are not finite."""
+        """Take Adam's step from gradients that were summed over ``count`` tokens, then project the thresholds (``ordered``).
+
+        Takes no step if gradients are not finite.
+        """
         slots, settings = self.parameters.all(), self.settings
         for slot in slots:
             if slot.left.grad is not None and slot.right.grad is not None:

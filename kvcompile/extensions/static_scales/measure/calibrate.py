@@ -83,6 +83,10 @@ def calibrate(
     ``granularity``: one scale for the keys and one for the values of each layer (tensor), or one per kv head (head). A scale covers the
     largest magnitude, or with ``percentile`` that percentage of the values, times ``margin``; values beyond are clipped. ``report`` is
     called with the findings and the clipped shares of ``batches``, which then run twice, and of ``validation``.
+
+    Raises BadCalibration for an option that is not allowed, NothingToLearn for a model without attentions to observe, BadBatch for a batch
+    that is not token ids with a fitting mask or in which not all attentions can be observed, and BadScales for keys or values that are not
+    finite or all zero.
     """
     options = CalibrationOptions.of(scheme, granularity, percentile, margin)
     held = list(batches)
@@ -113,7 +117,7 @@ def _scales(slot: SlotIdentity, found: Magnitudes, options: CalibrationOptions) 
 
 
 def _scheme(model: torch.nn.Module, scales: Mapping[SlotIdentity, Scales], options: CalibrationOptions) -> Calibrated:
-    """Return the scheme with the scales of all slots by module path."""
+    """Return the scheme of the options' kind with ``scales``, grouped by module path, and the model's fingerprint."""
     paths = dict.fromkeys(slot.path for slot in scales)
     sites = {path: SiteScales(*(scales[SlotIdentity(path, role)] for role in Role)) for path in paths}
     return with_scales(options.kind, ModelScales(sites, fingerprint(model)))
@@ -147,7 +151,10 @@ class _CalibrationRun:
     def clipped(
         self, batches: list[Any], scales: Mapping[SlotIdentity, Scales], options: CalibrationOptions
     ) -> dict[SlotIdentity, Clipped]:
-        """Return for every slot how many of its values are beyond the range of its scales."""
+        """Return, for every slot of ``scales``, how many of its values in ``batches`` are beyond the range of its scales.
+
+        Runs the model over ``batches``. Raises BadBatch.
+        """
         found = {slot: Clipped(held.values * options.kind.qmax) for slot, held in scales.items()}
         tokens = self.tokens
         self._pass(batches, lambda slot, seen: found[slot].add(seen) if slot in found else None)
