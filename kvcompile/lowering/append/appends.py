@@ -202,7 +202,7 @@ def _alike(first: fx.Node, second: fx.Node) -> bool:
 
 
 def _join(graph: fx.Graph, first: fx.Node, second: fx.Node) -> None:
-    """Replace two appends by one call at the second one's node, and their results by the call's."""
+    """Replace the appends ``first`` and ``second`` of ``graph`` by one call at the second one's node, and their results by the call's."""
     with graph.inserting_before(second):
         both = graph.call_function(BOTH[first.target], (*first.args, *second.args))
         both.meta = dict(second.meta)

@@ -133,9 +133,10 @@ def launch(kernel: Any, slot: Any, launcher: Launcher | None) -> None:
 
 
 def by_constant(slot: Callable[..., Any], fits: Callable[[Any], bool], kernel: Any) -> AppendKernel:
-    """Return the ``append_kernel`` of a scheme that encodes by a constant plane, with one launch per slot.
+    """Return the ``AppendKernel`` of a scheme that encodes by a constant plane; it launches ``kernel`` once per slot.
 
-    ``slot`` makes the record of operands from the arguments of ``append``; ``fits`` and ``kernel`` take that record.
+    ``slot``: a class that holds the operands of one ``append``, made from its arguments. ``fits``: whether ``kernel`` supports such
+    operands.
     """
 
     def run(calls: Sequence[tuple[Any, ...]], launcher: Launcher) -> list[torch.Tensor]:
@@ -198,7 +199,10 @@ class Rows(NamedTuple):
 
 
 def fits(slot: Rows) -> bool:
-    """Return whether the kernel supports this append: groups within one part of the words, and planes with contiguous rows."""
+    """Return whether the kernel supports this append: a scheme with one scale per group by largest magnitudes, and contiguous rows.
+
+    Also needed: a head dim that is no symbol and at most TILE, groups within one part of the words, and planes with pages of one size.
+    """
     D = slot.x.shape[3]
     if not isinstance(D, int):
         return False

@@ -386,7 +386,10 @@ class WindowSlot(NamedTuple):
 
 
 def known(slot: WindowSlot) -> bool:
-    """Return whether a slot can be appended to by kernels: codes by a known rule, sizes that are powers of two, contiguous rows."""
+    """Return whether kernels can append to a slot: codes by a known rule, contiguous rows, and 16-bit or 32-bit float tokens.
+
+    Channels, tokens of the window and channels of a group must be powers of two.
+    """
     rule, D, W = slot.rule, slot.x.shape[3], slot.window.shape[3]
     if rule is None or D & (D - 1) or W & (W - 1):
         return False
@@ -401,7 +404,10 @@ def known(slot: WindowSlot) -> bool:
 
 
 def _own_known(slot: WindowSlot, rule: MinMax, channels: int) -> bool:
-    """Return whether kernels can read a scheme's own plane: tensor cores need blocks of 16 tokens and panels of 16 channels."""
+    """Return whether kernels can read the plane of error feedback or of norms that ``rule`` needs; True if it needs neither.
+
+    The plane must be contiguous. For error feedback, tensor cores need blocks of 16 tokens and panels of 16 channels.
+    """
     narrow = channels < 16 or rule.block < 16 or rule.subblock & (rule.subblock - 1)
     if rule.subblock and (narrow or not slot.own[0].is_contiguous()):
         return False

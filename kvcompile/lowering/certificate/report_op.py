@@ -52,7 +52,7 @@ class ReportOperands:
 
     @staticmethod
     def of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> ReportOperands:
-        """Return the record for the arguments of a call of ``report_site``."""
+        """Return the operands of a call of ``report_site`` by name, from the call's ``args`` and ``kwargs``."""
         given = named(report_site, args, kwargs)
         return ReportOperands(
             given["output"], attend_operands(given), given["telemetry"], given["certify"], given["refilled"], given["error_feedback"],

@@ -173,7 +173,7 @@ def device_of(device: torch.device) -> Device:
 
 
 def given_to(args: Sequence[Any]) -> tuple[AttendOperands[torch.Tensor], torch.Tensor | None]:
-    """Return the operands in a call of the operation, and its mask counts, None if not given."""
+    """Return the operands of ``attend`` in the arguments of a call of the Gluon operation, and its counts ``kept``, None if not given."""
     given = named(operation, args, {})
     kept = given.pop("kept", None)
     return attend_operands({**given, "bias": None, "softcap": 0.0}), kept

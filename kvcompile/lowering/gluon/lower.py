@@ -63,7 +63,7 @@ class OperandSpec:
 
 
 def _forms(operands: AttendOperands[Any]) -> tuple[Any, ...]:
-    """Return the operands in schema order, with an ``OperandSpec`` in place of each box."""
+    """Return the operands of ``attend`` in schema order, hashable, with an ``OperandSpec`` in place of each of Inductor's boxes."""
 
     def form(item: Any) -> Any:
         if isinstance(item, Sequence) and not isinstance(item, str):
@@ -79,7 +79,7 @@ def _forms(operands: AttendOperands[Any]) -> tuple[Any, ...]:
 
 @functools.lru_cache(maxsize=256)
 def compiles(forms: tuple[Any, ...], device: str) -> bool:
-    """Return whether both kernels compile for a device; logs the error if not."""
+    """Return whether both kernels, attend and merge, compile for operands ``forms`` on a CUDA device; logs a warning if not. Cached."""
 
     def made(item: Any) -> Any:
         return item.tensor() if isinstance(item, OperandSpec) else tuple(map(made, item)) if isinstance(item, tuple) else item

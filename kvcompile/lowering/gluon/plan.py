@@ -31,12 +31,12 @@ class NoFragments(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class KeyPlan:
-    """Fragments of keys; a product's rows are tokens.
+    """How the Gluon kernel multiplies queries by keys on tensor cores: the fragments of keys, whose rows are tokens.
 
-    ``row``: bytes of a token. ``scales``: scales of a token; 0 if each channel has one scale for ``block`` tokens.
-    ``groups``: index of the scale of (chunk, part), ``chunk * parts + part``. ``lower``: octaves by which a part's queries are scaled
-    down, so that its codes have the unit 2**-``unit``. ``spans``: index of a part's accumulator; ``span_octaves``: each accumulator's
-    octaves above the first one's unit.
+    ``row``: bytes of a token. ``scales``: scales of a token; 0 if each channel has one scale for ``block`` tokens. ``groups``: index of the
+    scale of (chunk, part), ``chunk * parts + part``. ``lower``: octaves by which a part's queries are scaled down, so that its codes have
+    the unit 2**-``unit``. ``spans``: index of a part's accumulator; ``span_octaves``: each accumulator's octaves above the first one's
+    unit.
     """
 
     dim: int
@@ -72,12 +72,12 @@ class KeyPlan:
 
 @dataclasses.dataclass(frozen=True)
 class ValuePlan:
-    """Fragments of values; products sum over tokens.
+    """How the Gluon kernel multiplies weights by values on tensor cores: the fragments of values, over whose tokens products sum.
 
     ``word``: bytes that a thread loads of a token. ``tiles``: for every product of 16 rows of a chunk, (part, byte of the word) of its rows
     0 to 7 and of its rows 8 to 15. ``halves``: 2 if columns 4 to 7 repeat the queries, weighted by the scales of rows 8 to 15, so that two
-    groups share a product. ``sets``: number of weighted-probability operands. ``set_of``: index of the set for (chunk, tile).
-    ``powers``: power of two by which a part's codes must still be multiplied.
+    groups share a product. ``sets``: number of weighted-probability operands. ``set_of``: index of the set for (chunk, tile). ``powers``:
+    power of two by which a part's codes must still be multiplied.
     """
 
     dim: int

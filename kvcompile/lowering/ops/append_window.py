@@ -174,7 +174,11 @@ def _encoded(planes: list[torch.Tensor]) -> int:
 
 
 def _roll(ring: torch.Tensor, x: torch.Tensor, tokens: Any, start: torch.Tensor, end: torch.Tensor) -> None:
-    """Write the newest W tokens into the window, a ring buffer: only the new ones' slots if S <= W, else the whole ring."""
+    """Write the newest W tokens into ``ring``, the window [B, K, W, D], in place: token t into slot t % W.
+
+    ``x``: the call's S tokens, at positions ``start`` to ``end`` - 1 of each row; if S <= W only their slots are written, else the whole
+    ring, from ``tokens``, which returns the tokens at given positions.
+    """
     S, W = x.shape[2], ring.shape[2]
     if isinstance(S, int) and S <= W:
         slots = (start + torch.arange(S, device=x.device)) % W
@@ -192,7 +196,7 @@ def append_window_meta(
     x: torch.Tensor, planes: list[torch.Tensor], pos: torch.Tensor, origin: torch.Tensor | None, scheme: str,
     tables: Sequence[torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return empty tensors of the results' shapes: [B, K, W + S, D] in x's dtype and int64 [1 or B]."""
+    """Return empty tensors of the results' shapes, for fake tensors: [B, K, W + S, D] in x's dtype and int64 [1 or B]."""
     window = planes[_encoded(planes)]
     exact_newest = x.new_empty(x.shape[0], x.shape[1], window.shape[3] + x.shape[2], x.shape[3])
     rows = pos if origin is None else origin

@@ -31,5 +31,5 @@ def gather_body(planes: list[torch.Tensor], places: torch.Tensor, head_dim: int,
 
 
 def gather_meta(planes: list[torch.Tensor], places: torch.Tensor, head_dim: int, scheme: str) -> list[torch.Tensor]:
-    """Return empty tensors of the results' shapes."""
+    """Return empty tensors [1, B, K, T, width], one for each plane, for fake tensors."""
     return [plane.new_empty(1, places.shape[0], plane.shape[2], places.shape[1], plane.shape[4]) for plane in planes]

@@ -34,7 +34,7 @@ def keep_first_body(x: torch.Tensor, planes: list[torch.Tensor], pos: torch.Tens
 
 
 def keep_first_meta(x: torch.Tensor, planes: list[torch.Tensor], pos: torch.Tensor, origin: torch.Tensor | None) -> None:
-    """Return nothing."""
+    """Return None, as the operation does, which writes its planes in place."""
 
 
 def origins(plane: torch.Tensor | None, device: torch.device) -> torch.Tensor:

@@ -188,7 +188,11 @@ def as_tokens(plane: torch.Tensor) -> torch.Tensor:
 def visible(
     hi: torch.Tensor, lo: torch.Tensor | None, keep: torch.Tensor | None, tokens: int
 ) -> torch.Tensor:
-    """Return the mask of positions that each query attends to, bool [B or 1, 1, S, T]."""
+    """Return the mask of positions that each query attends to, bool [B or 1, 1, S, T], for ``tokens`` positions.
+
+    ``hi``, ``lo``: last and first position, int64 [1 or B, S]; ``keep``: positions that any query may see, bool [1 or B, T']. ``lo`` or
+    ``keep`` None hides nothing; positions from T' on are hidden.
+    """
     t = torch.arange(tokens, device=hi.device)
     mask = t <= hi[:, None, :, None]
     if lo is not None:
@@ -266,7 +270,10 @@ def attend_body(operands: AttendOperands[torch.Tensor], compute: torch.dtype | N
 
 
 def _decoded(operands: AttendOperands[torch.Tensor], one: slice, compute: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values [B, 1, T, .] of one kv head, with exact tokens filled in and RoPE applied to the keys."""
+    """Return the keys and the values [B, 1, T, .] of kv head ``one`` (a slice), decoded to ``compute``.
+
+    Exact tokens are filled in, and RoPE is applied to keys that are stored without it.
+    """
     extra_key_planes, exact_newest, base = operands.extra_key_planes, operands.exact_newest, operands.base
     ks, vs = schemes.parse(operands.key_scheme), schemes.parse(operands.value_scheme)
     key_slot = slot_spec(operands.keys, operands.q.shape[3] - operands.extra_key_dim, Role.KEY)

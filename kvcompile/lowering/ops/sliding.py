@@ -38,5 +38,5 @@ def unroll_meta(
     x: torch.Tensor, planes: list[torch.Tensor], cursor: torch.Tensor, past: int, slots: int, scheme: str,
     tables: Sequence[torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
-    """Return empty tensors of the results' shapes."""
+    """Return empty tensors [1, B, K, past + S, width], one for each plane, for fake tensors."""
     return [plane.new_empty(1, plane.shape[1], plane.shape[2], past + x.shape[2], plane.shape[4]) for plane in planes]

@@ -94,7 +94,10 @@ _CHOSEN: dict[Any, Choice] = {}
 
 
 def chosen(given: PagedAttend, machine: Machine, packed: bool) -> Choice:
-    """Return the kernel for the operands of a call; cached by sizes, strides and numbers that do not change from step to step."""
+    """Return the kernel for the operands ``given`` of a call, on the device ``machine``; ``packed``: by inline PTX.
+
+    Cached by sizes, strides and numbers that do not change from step to step.
+    """
     tensors = operands_of(given)
     known = tuple((name, sizes_of(name, tensor)) for name, tensor in tensors.items())
     config_key = (

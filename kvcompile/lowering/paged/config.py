@@ -96,7 +96,7 @@ class PagedConfig(AttendConfig):
 
     @property
     def operands(self) -> tuple[str, ...]:
-        """Names of the template's inputs, in order."""
+        """Names of the tensors that the paged template with this configuration reads, in the order in which it takes them."""
         beside = {"HI": ("LENGTHS", "QUERY_START", "BLOCK_TABLE"), "LO": ()}
         return tuple(name for given in super().operands for name in beside.get(given, (given,)))
 

@@ -108,7 +108,7 @@ def decode_source(slots: tuple[Decoded, Decoded], dtype: torch.dtype, page: int)
 
 @functools.lru_cache(maxsize=256)
 def kernel_of(slots: tuple[Decoded, Decoded], dtype: torch.dtype, page: int) -> Any:
-    """Return the kernel, loaded."""
+    """Return the Triton function that decodes keys and values from blocks of ``page`` tokens to ``dtype``, loaded; cached."""
     return getattr(load_module(decode_source(slots, dtype, page), "paged"), KERNEL)
 
 

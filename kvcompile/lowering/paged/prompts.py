@@ -198,7 +198,7 @@ def flash(
 
 
 def placed(given: PagedAttend, plan: PromptPlan, launcher: Launcher) -> Places:
-    """Return which requests are at which places, found by a kernel."""
+    """Return which long prompt of the call is at which place of the scratch, as tensors that a kernel fills on the device."""
     rows, device = given.block_table.shape[0], given.q.device
 
     def numbers(count: int) -> torch.Tensor:

@@ -105,7 +105,7 @@ def attender(config: PrefillConfig) -> ChunkKernel:
 
 @functools.lru_cache(maxsize=256)
 def _loaded(config: PrefillConfig) -> tuple[Any, Any]:
-    """Return both kernels, loaded: the decoder, then the attender."""
+    """Return (decoder, attender): the two Triton functions of a site, loaded from their rendered sources; cached."""
     return tuple(getattr(load_module(made.source, "chunked"), made.name) for made in (decoder(config), attender(config)))  # type: ignore[return-value]
 
 
@@ -175,7 +175,10 @@ def _steps(name: str, axes: str, tensor: torch.Tensor | None) -> dict[str, Any]:
 
 
 def attend_chunks(operands: AttendOperands[torch.Tensor], cut: Sequence[int], packed: bool | None = None) -> torch.Tensor:
-    """Return partial sums of ``attend``, float32 [splits, B, H, S, Dv + 2]; ``packed``: False avoids PTX, as the interpreter needs."""
+    """Run both kernels; return partial sums of ``attend``, float32 [splits, B, H, S, Dv + 2].
+
+    ``cut``: the result of ``choose_cut``; ``packed``: False avoids PTX, as the interpreter needs.
+    """
     with torch.cuda.device_of(operands.q):
         out, found = launches(operands, cut, packed=packed)
         for launch in found:
@@ -188,7 +191,7 @@ def _inner_dense(x: torch.Tensor) -> torch.Tensor:
 
 
 def record_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[AttendOperands[torch.Tensor], list[int]]:
-    """Return the operands in a call of the operation, and its ``cut``."""
+    """Return the operands of ``attend`` in the arguments of a call of ``kvcompile::attend_chunks``, and the call's ``cut``."""
     given = named(operation, args, kwargs)
     return attend_operands({**given, "bias": None, "sinks": None}), given["cut"]
 
