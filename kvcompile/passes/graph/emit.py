@@ -83,7 +83,11 @@ class Emitter:
         return node
 
     def heads(self, node: fx.Node, roles: Sequence[str], rest: Sequence[str], heads: int, groups: int) -> fx.Node:
-        """Emit [B, H, *rest] from dims with any mix of B, H, K, G, flattened or not; a missing B or head dim has size 1."""
+        """Emit ``node`` as [B, H, *rest], from dims with any mix of B, H, K, G, flattened or not; return its node.
+
+        A missing B or head dim has size 1; missing K or G dims are expanded to the sizes that ``heads`` and ``groups`` give. Raises
+        Unsupported if ``roles`` has a role that the result lacks.
+        """
         node, current = self.apart(node, roles, {"H": heads, "K": heads // groups, "G": groups})
         if not {"K", "G"} & set(current):
             return self.arrange(node, current, ["B", "H", *rest])
@@ -106,7 +110,11 @@ class Emitter:
         return node, current
 
     def from_heads(self, node: fx.Node, roles: Sequence[str], heads: int, groups: int) -> fx.Node:
-        """Emit the dims of ``roles`` from [B, H, S, D]; a dim without a role has size 1."""
+        """Emit ``node`` [B, H, S, D] with dims of ``roles`` instead, of which some may be flattened; return its node.
+
+        A dim without a role has size 1; of dims that ``roles`` lacks, entry 0 is taken. ``heads``, ``groups``: query heads, and query heads
+        per kv head.
+        """
         current = ["B", "H", "S", "D"]
         wanted = [part for role in roles for part in role]
         if {"K", "G"} & set(wanted):

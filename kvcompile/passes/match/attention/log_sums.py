@@ -57,7 +57,8 @@ def dims_of(log: fx.Node, dim: int, state: Scores) -> Dims:
 def rescaled(log: fx.Node, dim: int, state: Scores, result: fx.Node, result_dims: Dims) -> Rescaled | None:
     """Return the multiplication of an attention's ``result`` by sigmoid(log-sum - sinks); None where there is none.
 
-    ``result_dims``: the result's dims, in letters of the scores.
+    ``log``: the log-sum of the scores' dim ``dim``; ``result_dims``: the result's dims, in letters of the scores. Raises Miss where a
+    reshape mixes letters, or the sinks broadcast over part of a flattened dim.
     """
     dims = dims_of(log, dim, state)
     nodes, node = [log], log

@@ -83,7 +83,8 @@ class Scores:
     ) -> None:
         """Record a mask operand of the scores, with its dims aligned right with those of the scores.
 
-        ``factor``, ``dtype``: its factor, and the dtype in which it is added; ``fill``: the number that excluded scores become.
+        ``kind``: its effect on the scores; ``factor``, ``dtype``: its factor, and the dtype in which it is added; ``fill``: the number that
+        excluded scores become. Raises Miss where it broadcasts over part of a flattened dim.
         """
         self.masks.append(replace(self.term(node, kind, self.dims), factor=factor, dtype=dtype, fill=fill))
 
@@ -320,7 +321,10 @@ def _floor(state: Scores, node: fx.Node, carried: fx.Node) -> None:
 
 
 def viewed(letters: Letters, dims: Dims, node: fx.Node) -> Dims:
-    """Return the dims of scores or weights after a reshape or a permutation."""
+    """Return the dims, in ``letters``, of scores or weights with ``dims`` after the reshape or permutation ``node``.
+
+    Raises Miss where a reshape would mix letters.
+    """
     if op_name(node) in RESHAPES:
         return letters.reshaped(dims, sizes(operand(node)), sizes(node), node)
     rank = len(dims)

@@ -31,7 +31,8 @@ class Summand:
 def summand(node: fx.Node, first: Product) -> Summand | None:
     """Return the product of queries and keys that ``node`` computes, up to copies and constant factors.
 
-    None if it computes none, or if the product's operands vary along other dims of the scores than the operands of ``first``.
+    None if it computes none, or if the product's operands vary along other dims of the scores than the operands of ``first``. Raises Miss
+    for a product that cannot be read.
     """
     nodes, factor = [node], 1.0
     while (found := product(node)) is None:

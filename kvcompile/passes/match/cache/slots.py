@@ -231,7 +231,8 @@ def behind(trail: Trail, read: Read, attention: fx.Node, effects: Effects) -> Sl
 def _grown_later(past: fx.Node, trail: Trail, read: Read, effects: Effects) -> Slot | None:
     """Return the slot of a cache ``past`` that attention reads before new tokens are concatenated to it; None if they never are.
 
-    The concatenation is returned, so the next call is the first to read the new tokens.
+    The concatenation is returned, so the next call is the first to read the new tokens. Raises Miss if the operand is no plain view of the
+    past.
     """
     for node in past.users:
         if op_name(node) not in CONCATENATIONS:

@@ -100,7 +100,11 @@ def index_put(node: fx.Node, root: fx.Node) -> Write:
 def _all_rows(
     node: fx.Node, root: fx.Node, dest: fx.Node, values: fx.Node, used: list[int], numbers: fx.Node, index: fx.Node,
 ) -> Write:
-    """Return the write of ``cache[numbers[:, None], :, index]``: positions ``index`` [S] in all of the rows ``numbers``."""
+    """Return the write of ``cache[numbers[:, None], :, index]``: positions ``index`` [S] in all of the rows ``numbers``.
+
+    ``dest``: the view of the cache ``root`` that is indexed; ``used``: its dims of rows and of tokens. Raises Miss if the write is limited
+    to rows in two different dims, or the numbers are not 0, 1, 2, ...
+    """
     dims, fixed, offsets = along(dest, root)
     rows = _numbered(dest, root, dims, used[0], numbers, rows_of(dest, root, dims, offsets, dims[used[1]]))
     rest = [dim for dim in range(len(sizes(dest))) if dim not in used]
