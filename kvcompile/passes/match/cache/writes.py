@@ -102,8 +102,8 @@ def _all_rows(
 ) -> Write:
     """Return the write of ``cache[numbers[:, None], :, index]``: positions ``index`` [S] in all of the rows ``numbers``.
 
-    ``dest``: the view of the cache ``root`` that is indexed; ``used``: its dims of rows and of tokens. Raises Miss if the write is limited
-    to rows in two different dims, or the numbers are not 0, 1, 2, ...
+    ``dest``: the view of the cache ``root`` that is indexed; ``used``: its dims of rows and of tokens. ``numbers`` must be 0, 1, 2, ...
+    Raises Miss if the write is limited to entries of several dims, or to entries other than the first.
     """
     dims, fixed, offsets = along(dest, root)
     rows = _numbered(dest, root, dims, used[0], numbers, rows_of(dest, root, dims, offsets, dims[used[1]]))
