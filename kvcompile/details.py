@@ -33,7 +33,7 @@ ARCH = "sm_90"
 
 
 class RecordSource:
-    """Gives a report's details from records of graphs alone, for a report that outlives its backend, model and caches."""
+    """A source of a report's details: records of graphs alone, so that the report outlives its backend, model and caches."""
 
     def __init__(self, records: Iterable[GraphRecord]) -> None:
         self.records = tuple(records)
