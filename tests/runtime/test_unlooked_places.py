@@ -21,7 +21,7 @@ from torch._inductor import metrics
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvcompile
-from kvcompile.errors import TokensOutOfOrder
+from kvcompile.errors import CachesSwapped, TokensOutOfOrder
 from kvcompile.passes.rewrite import attend
 from kvcompile.runtime.call.bound import BoundGraph
 from kvcompile.runtime.handle.tensor import CompressedCache
@@ -283,6 +283,26 @@ def test_keys_and_values_that_change_places_are_seen_in_a_steady_step() -> None:
     for caches in (pair.plain, pair.own):
         caches.reverse()
     assert pair.step(shared, even(22, 1)) == ["right", "right"]
+
+
+@pytest.mark.parametrize("scheme", ["normed(bits=4)", "squat(bits=4,rotate=none)"])
+def test_a_refused_call_over_a_broken_row_says_what_broke_it(scheme: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The caches change places, which such a scheme refuses; but a row is out of order by then, so no dense cache has its values."""
+    pair = Pair(scheme)
+    for pos, said in ((even(0, 20), "right"), (even(20, 1), "right"), (rows(21, 18), "NaN"), (rows(22, 19), "NaN")):
+        assert pair.step(indexed, pos) == ["right", said]
+    for caches in (pair.plain, pair.own):
+        caches.reverse()
+    with (
+        caplog.at_level(logging.WARNING, "kvcompile"),
+        pytest.raises(TokensOutOfOrder, match="expected a token at position 21 of row 1, found one at position 18") as raised,
+    ):
+        pair.step(indexed, even(23, 1))
+    assert isinstance(raised.value.__context__, CachesSwapped)
+    assert "stays dense" not in caplog.text
+    # Both begin anew.
+    pair.begin()
+    assert pair.step(indexed, even(0, 20)) == pair.step(indexed, even(20, 1)) == ["right", "right"]
 
 
 def shown(

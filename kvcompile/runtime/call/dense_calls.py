@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from kvcompile.errors import CallRefused, Unsupported
+from kvcompile.errors import CallRefused, TokensOutOfOrder, Unsupported
 from kvcompile.passes.capture.capture import Captured
 from kvcompile.passes.graph.effects import Effects
 from kvcompile.passes.graph.shapes import source_line
@@ -147,13 +147,17 @@ class DenseCalls:
     ) -> tuple[Any, ...]:
         """Return the results of a call that its compressed caches refuse, computed after they become dense.
 
-        They stay dense until they are emptied. Raises ``refused`` without a compiler, or if the model itself fails on this call too.
+        They stay dense until they are emptied. Raises ``refused`` without a compiler, or if the model itself fails on this call too;
+        TokensOutOfOrder for a cache that has no dense values.
         """
         if self.compile_captured is None:
             raise refused
         mark = Mark(str(refused), type(refused).__name__, emptied=True)
         try:
             results = self._run(forms, args, mark.why, str(refused.facts.get("where", forms[0].group.where)), densified, mark.kind)
+        except TokensOutOfOrder:
+            # Earlier calls broke a row, which no host looked at: that is what went wrong, and this call only met it.
+            raise
         except Exception as error:
             raise refused from error
         for form in forms:
@@ -173,7 +177,8 @@ class DenseCalls:
     def _run(
         self, forms: Sequence[CacheForm], args: tuple[Any, ...], why: str, where: str, densified: Mapping[int, str], kind: str = ""
     ) -> tuple[Any, ...]:
-        """Return the results of a call on dense caches, made dense if needed. Raises Unsupported without a compiler.
+        """Return the results of a call on dense caches, made dense if needed. Raises Unsupported without a compiler, TokensOutOfOrder for
+        caches that have no dense values.
 
         ``why`` is logged once for each ``kind`` of reason and source line.
         """
@@ -182,15 +187,16 @@ class DenseCalls:
                 expected="a call that a compressed cache can serve, as strict=True demands", found=why, where=where,
                 todo="use a scheme without a window for this layer, or leave strict out",
             )
+        if self.compiled is None:
+            self.compiled = self.compile_captured()
+        # Reasons "": the warning below covers these tensors.
+        written = {form.group.argument: "" for form in forms if form.group.argument is not None and form.kind.written}
+        compressed = [index for index, arg in enumerate(args) if handles.is_handle(arg)]
+        dense = handles.densify(args, compressed, {**written, **densified})
         if (kind, where) not in self.reported:
             self.reported[kind, where] = why
             log.warning("the cache at %s stays dense, and so do the other caches of its graph: %s", where, why)
-        if self.compiled is None:
-            self.compiled = self.compile_captured()
-        # Reasons "": the warning above covers these tensors.
-        written = {form.group.argument: "" for form in forms if form.group.argument is not None and form.kind.written}
-        compressed = [index for index, arg in enumerate(args) if handles.is_handle(arg)]
-        return tuple(self.compiled(*handles.densify(args, compressed, {**written, **densified})))
+        return tuple(self.compiled(*dense))
 
 
 def _tensors(group: Group, args: tuple[Any, ...], results: tuple[Any, ...]) -> list[torch.Tensor]:
