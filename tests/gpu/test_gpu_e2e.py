@@ -6,7 +6,7 @@ import gc
 
 import pytest
 import torch
-from gpu_llama import DIM, HEADS, KV, LAYERS, gpu_config, gpu_model
+from gpu_llama import DIM, HEADS, KV, LAYERS, gpu_config, gpu_model, narrow_model
 
 import kvcompile
 from kvcompile.lowering.ops.operations import calibrate_body
@@ -103,8 +103,9 @@ def test_no_host_sync_and_no_recompilation_over_300_steps(model: torch.nn.Module
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_a_compiled_prefill_teaches_a_store(model: torch.nn.Module, config: object, mode: str) -> None:
+def test_a_compiled_prefill_teaches_a_store(config: transformers.LlamaConfig, mode: str) -> None:
     torch._dynamo.reset()
+    model = narrow_model(config)
     owner = kvcompile.backend("squat(bits=4)", strict=True)
     compiled = torch.compile(model, backend=owner, fullgraph=True, mode=mode)
     ours, theirs = _cache("static", config), _cache("static", config)
@@ -121,7 +122,8 @@ def test_a_compiled_prefill_teaches_a_store(model: torch.nn.Module, config: obje
     assert worst < TOLERANCE["kivi(bits=4)"]
     for layer in ours.layers:  # type: ignore[attr-defined]
         (store,) = layer.keys._kv.stores.values()
-        assert store.planes[-1].any()
+        # Every head: the guard declines nothing here (tests/extensions/squat/test_guard.py), so zeros would be a head without a lesson.
+        assert store.planes[-1].any(-1).any(-1).all()
 
 
 def test_learning_does_not_wait_for_the_device() -> None:

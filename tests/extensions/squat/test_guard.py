@@ -7,7 +7,9 @@ import logging
 
 import pytest
 import torch
+from gpu_llama import gpu_config, narrow_model
 from test_squat import WIDTH, attention, compiled, correlated, keys_of, keys_store, slot
+from transformers import StaticCache
 
 import kvcompile
 from kvcompile import schemes
@@ -103,3 +105,18 @@ def test_the_guard_decides_in_a_graph_as_by_hand() -> None:
     q, k = (rotate(part, rotation.order, None) for part in (q, k))
     (expected,) = scheme.calibrate(q.unflatten(1, (2, -1)), None, schemes.Prompt(k))
     assert expected.any() and torch.allclose(keys_store(module).planes[-1], expected, atol=1e-4)
+
+
+def test_each_head_of_the_narrow_model_keeps_its_feedback() -> None:
+    """The model by which a GPU's prefill is tested: there a head without feedback is one that learned nothing, as none is declined."""
+    config = gpu_config()
+    model = narrow_model(config, "cpu")
+    for seed in range(3):
+        torch.manual_seed(seed)
+        cache = StaticCache(config=config, max_cache_len=128)
+        with torch.no_grad():
+            run = compiled(model, kvcompile.backend("squat(bits=4)", inner="eager", strict=True))
+            run(torch.randint(0, config.vocab_size, (2, 70)), past_key_values=cache)
+        for layer in cache.layers:
+            (store,) = layer.keys._kv.stores.values()
+            assert store.planes[-1].any(-1).any(-1).all()

@@ -1,4 +1,4 @@
-"""The small Llama of tests on a GPU: two layers whose heads have the size of real ones."""
+"""The small Llama of tests on a GPU: two layers whose heads have the size of real ones; and one whose queries lie in few directions."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import torch
 import transformers
 
 LAYERS, HEADS, KV, DIM = 2, 8, 2, 128
+STRONG, GAIN = 8, 8.0
+"""How many of a head's 64 pairs of RoPE have strong queries in a narrow model, and how strong they are."""
 
 
 def gpu_config() -> transformers.LlamaConfig:
@@ -16,7 +18,19 @@ def gpu_config() -> transformers.LlamaConfig:
     )
 
 
-def gpu_model(config: transformers.LlamaConfig) -> torch.nn.Module:
+def gpu_model(config: transformers.LlamaConfig, device: str = "cuda") -> torch.nn.Module:
     """A model of the configuration with weights of seed 0, in bfloat16 on the device."""
     torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(config).to("cuda", torch.bfloat16).eval()
+    return transformers.LlamaForCausalLM(config).to(device, torch.bfloat16).eval()
+
+
+def narrow_model(config: transformers.LlamaConfig, device: str = "cuda") -> torch.nn.Module:
+    """The same model with queries that lie mostly in a few channels of each head.
+
+    Queries of random weights point everywhere alike: nothing can be learned from them, and squat's guard declines what is.
+    """
+    model = gpu_model(config, device)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.view(HEADS, 2, DIM // 2, -1)[:, :, :STRONG] *= GAIN
+    return model
