@@ -61,5 +61,9 @@ UNLOOKED: tuple[tuple[Choice, str], ...] = (
     ({"scheme": "int8", "event": "ahead-thirty", "places": "shuffled"}, "RIGHT"),
     ({"scheme": "smartkv", "event": "ahead-thirty", "places": "reversed"}, "RIGHT"),
     ({"scheme": "squat", "then": "swapped"}, "RIGHT"),
+    # A broken row, met by a call that its caches refuse.
+    ({"scheme": "normed", "prompt": "eager", "event": "back-three", "then": "swapped"}, "TOLD"),
+    # A limit that all queries of a prompt share, which kernels on a GPU read for each.
+    ({"scheme": "int8", "mask": "furthest"}, "RIGHT"), ({"scheme": "kivi", "mask": "furthest", "chunks": "20,1,1,5,1,1"}, "RIGHT"),
 )
 """Programs of seed 1, and what comes of them where the host does not look where calls write, by the name of a ``trial.Found``."""

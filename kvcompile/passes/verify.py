@@ -3,7 +3,7 @@
 The facts are read from the rewritten graph, not from the rewriter's records. No node reads or writes a cache tensor. Every plane
 is written by exactly one append, and attends and gathers read it only afterwards (only before, if the model writes after it attends;
 a sliding cache may be unrolled before). Calibration comes before that append. Planes that attention adds to have no append. Planes are
-never returned. Every result has the shape and dtype of the captured graph.
+never returned. An attention has a limit for each query. Every result has the shape and dtype of the captured graph.
 """
 
 from __future__ import annotations
@@ -136,10 +136,21 @@ class _Changed(fx.Interpreter):
         called = n.op in {"call_function", "call_method"}
         if called and known is not None and self.other.isdisjoint(n.all_input_nodes):
             return known
+        if isinstance(n.target, OpOverload) and n.target.namespace == "kvcompile":
+            self._limits(n, n.target)
         value = super().run_node(n)
         if called and not _alike(value, known):
             self.other.add(n)
         return value
+
+
+    def _limits(self, node: fx.Node, called: OpOverload) -> None:
+        """Fail unless the limits of an attention's queries are one for each: kernels do not broadcast them."""
+        args, options = self.fetch_args_kwargs_from_env(node)
+        given = {**dict(zip((argument.name for argument in called._schema.arguments), args, strict=False)), **options}
+        for limit in (given.get("hi"), given.get("lo")):
+            if isinstance(limit, torch.Tensor) and not equal(limit.shape[1], given["q"].shape[2]):
+                _fail("a limit for each query", f"{tuple(limit.shape)} for queries {tuple(given['q'].shape)}", node)
 
 
 def _alike(value: Any, known: Any) -> bool:

@@ -126,6 +126,13 @@ def test_a_gather_ahead_of_its_append_fails() -> None:
         verify(*broken(owner.records[-1], late))
 
 
+def limits_for_other_queries(graph: fx.Graph) -> None:
+    attend = named(graph, "attend")[0]
+    with graph.inserting_before(attend):
+        twice = graph.call_function(aten.cat.default, ([attend.args[3]] * 2, 1))
+    attend.update_arg(3, twice)
+
+
 @pytest.mark.parametrize(
     ("change", "fact"),
     [
@@ -138,6 +145,7 @@ def test_a_gather_ahead_of_its_append_fails() -> None:
         (dtype_changed, "a result of torch.float32"),
         (shape_changed, "a result of torch.float32"),
         (result_missing, "as many results as before"),
+        (limits_for_other_queries, "a limit for each query"),
     ],
     ids=lambda item: getattr(item, "__name__", ""),
 )
@@ -179,3 +187,42 @@ def test_an_append_may_not_take_what_attention_adds_to() -> None:
     verify(*broken(owner.records[-1], lambda graph: None))
     with pytest.raises(VerificationFailed, match="no append into a plane that attention adds to"):
         verify(*broken(owner.records[-1], take))
+
+
+class Furthest(torch.nn.Module):
+    """Attention whose queries all see what the furthest one sees, from some places behind the first one on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("keys", torch.zeros(1, 2, 48, 16))
+        self.register_buffer("values", torch.zeros(1, 2, 48, 16))
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        """Write and attend."""
+        self.keys[:, :, pos] = k
+        self.values[:, :, pos] = v
+        t = torch.arange(48)
+        seen = (t <= pos.max()) & (t >= pos.min() - 6)
+        return (q @ self.keys.mT).masked_fill(~seen, -torch.inf).softmax(-1) @ self.values
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("scheme", ["int8", "kivi(bits=4,group=16,window=16)", "certified", "smartkv"])
+def test_a_limit_that_all_queries_share_is_given_to_each(scheme: str, dynamic: bool) -> None:
+    """A kernel on a GPU reads one for each query, whatever lies behind a single one; eager code and C++ broadcast it."""
+    module, owner = Furthest(), kvcompile.backend(scheme, inner="eager", strict=True)
+    compiled, begin = torch.compile(module, backend=owner, dynamic=dynamic), 0
+    with torch.no_grad():
+        for count in (5, 3, 1, 4):
+            compiled(*torch.randn(3, 1, 2, count, 16), torch.arange(begin, begin + count))
+            begin += count
+    limited = 0
+    for record in owner.records:
+        for node in record.variants.printed(Variant.PAST).graph.nodes:
+            named_by = [item.name for item in node.target._schema.arguments] if "kvcompile" in str(node.target) else []
+            if "hi" in named_by:
+                queries = node.args[0].meta["val"].shape[2]
+                for at in (named_by.index("hi"), named_by.index("lo")):
+                    assert node.args[at].meta["val"].shape[1] == queries
+                    limited += 1
+    assert limited >= 2 * len(owner.records)

@@ -13,7 +13,7 @@ from test_paged_kernels import APART, BF16, OF_TABLES, SCHEMES, Case, asked, fil
 
 from kvcompile.lowering.host.launches import Direct, Launcher
 from kvcompile.lowering.paged.config import PagedAttend
-from kvcompile.lowering.paged.prompts import Places, PromptPlan
+from kvcompile.lowering.paged.prompts import PromptPlaces, PromptPlan
 from kvcompile.types import Role, SlotSpec
 
 ROWS = ((200, 150), (0, 0), (70, 1), (300, 129), (40, 127), (100, 140))
@@ -30,7 +30,7 @@ CASES = (
 
 
 def flashed(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, places: Places, given: PagedAttend, plan: PromptPlan
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, places: PromptPlaces, given: PagedAttend, plan: PromptPlan
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What torch's flash attention gives by its description: garbage where no request has a query, inf where a query sees nothing."""
     tokens, heads, dim = q.shape

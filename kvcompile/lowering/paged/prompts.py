@@ -58,7 +58,7 @@ class PromptPlan:
 
 
 @dataclasses.dataclass(frozen=True)
-class Places:
+class PromptPlaces:
     """Tensors of a call, int32, that say which request is at which place.
 
     By place: ``requests`` and ``lengths`` (0: nobody is there), ``wrong`` (1: of blocks that the pool does not have). By request: ``place``
@@ -83,7 +83,7 @@ def flashes(device: torch.device) -> bool:
     return device.type == "cuda" and built and torch.cuda.get_device_capability(device) >= OLDEST
 
 
-Flash = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Places, PagedAttend, PromptPlan], tuple[torch.Tensor, torch.Tensor]]
+Flash = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, PromptPlaces, PagedAttend, PromptPlan], tuple[torch.Tensor, torch.Tensor]]
 """Attention of q [T, H, D] over the scratch; gives results [T, H, Dv] and log-sums [H, T], of requests at a place alone."""
 
 
@@ -113,7 +113,7 @@ def plan_of(given: PagedAttend, packed: bool) -> PromptPlan | None:
 def place_requests(
     LENGTHS, QUERY_START, REQUESTS, PLACE_LENGTHS, PLACE, USED, OTHERS, QUERIES, KEYS, requests, places, ROOM, LEAST,
 ):
-    """Write ``Places``; one program. A request with LEAST queries or more is long."""
+    """Write ``PromptPlaces``; one program. A request with LEAST queries or more is long."""
     seen = 0
     i = tl.arange(0, WIDTH)
     for at in tl.range(0, places, WIDTH, num_stages=1):
@@ -186,7 +186,7 @@ def take_prompts(
 
 
 def flash(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, places: Places, given: PagedAttend, plan: PromptPlan
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, places: PromptPlaces, given: PagedAttend, plan: PromptPlan
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return results [T, H, Dv] and log-sums [H, T] of q [T, H, D] over scratches [rows, K, D], by torch's flash attention."""
     window = given.window - 1 if given.window else None
@@ -197,14 +197,14 @@ def flash(
     return out, logs
 
 
-def placed(given: PagedAttend, plan: PromptPlan, launcher: Launcher) -> Places:
+def placed(given: PagedAttend, plan: PromptPlan, launcher: Launcher) -> PromptPlaces:
     """Return which long prompt of the call is at which place of the scratch, as tensors that a kernel fills on the device."""
     rows, device = given.block_table.shape[0], given.q.device
 
     def numbers(count: int) -> torch.Tensor:
         return torch.empty(count, dtype=torch.int32, device=device)
 
-    made = Places(
+    made = PromptPlaces(
         numbers(plan.places), numbers(plan.places), torch.zeros(plan.places, dtype=torch.int32, device=device), numbers(rows),
         numbers(rows), numbers(rows), numbers(rows + 1), numbers(rows + 1),
     )
@@ -228,7 +228,8 @@ def attend_with_prompts(
 
 
 def take_over(
-    given: PagedAttend, plan: PromptPlan, places: Places, results: tuple[torch.Tensor, torch.Tensor], launcher: Launcher, flashed: Flash,
+    given: PagedAttend, plan: PromptPlan, places: PromptPlaces, results: tuple[torch.Tensor, torch.Tensor], launcher: Launcher,
+    flashed: Flash,
 ) -> None:
     """Write results and log-sums of all queries of long prompts into ``results``, [T, H, Dv] and [T, H]; others stay as they are."""
     out, lse = results

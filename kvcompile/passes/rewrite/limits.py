@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from kvcompile.passes.graph.emit import Emitter, aten
-from kvcompile.passes.graph.shapes import size_along, value_of
+from kvcompile.passes.graph.shapes import same, size_along, value_of
 from kvcompile.passes.match.mask.reach import exceeds, unbounded
 from kvcompile.passes.match.sites import Limit, LimitKind, Site
 from kvcompile.passes.plan.plan import SitePlan
@@ -91,7 +91,7 @@ def _limit(context: Context, emit: Emitter, limit: Limit, item: SitePlan) -> fx.
     count = size_along(site.attention.q, site.attention.q_roles, "S", site.attention.folded)
     read = not facts.written or site.key.block_table is not None
     if limit.node is not None and (read or context.variant is not Variant.FRESH):
-        return _from_tensor(emit, limit, limit.node, site)
+        return _from_tensor(emit, limit, limit.node, site, count)
     if kind in {LimitKind.OWN, LimitKind.NODE}:
         # The runtime selects the fresh variant only if the limits' tensors are 0, 1, 2, ...
         return emit.positions(count, _offset(emit, limit), device)
@@ -106,15 +106,21 @@ def _limit(context: Context, emit: Emitter, limit: Limit, item: SitePlan) -> fx.
     return whole if seen is None else emit.call(aten.minimum.default, seen, whole)
 
 
-def _from_tensor(emit: Emitter, limit: Limit, origin: fx.Node, site: Site) -> fx.Node:
-    """Emit ``limit`` as the tensor ``origin`` of the captured graph plus the limit's offset, int64 [1 or B, S]; return the node."""
+def _from_tensor(emit: Emitter, limit: Limit, origin: fx.Node, site: Site, count: Any) -> fx.Node:
+    """Emit ``limit`` as the tensor ``origin`` of the captured graph plus the limit's offset, int64 [1 or B, S]; return the node.
+
+    One limit for each of ``count`` queries: kernels read them so, and broadcast none.
+    """
     node = rows_of_call(emit, origin, limit.roles, site)
     if value_of(origin).dtype != torch.int64:
         node = emit.call(aten.to.dtype, node, torch.int64)
     offset = _offset(emit, limit)
     if offset != 0:
         node = emit.call(aten.add.Tensor if isinstance(offset, fx.Node) else aten.add.Scalar, node, offset)
-    return emit.arrange(node, limit.roles, ("B", "S"))
+    found = emit.arrange(node, limit.roles, ("B", "S"))
+    if same(value_of(origin).shape[limit.roles.index("S")] if "S" in limit.roles else 1, count):
+        return found
+    return emit.call(aten.expand.default, found, [-1, emit.size(count)])
 
 
 def _offset(emit: Emitter, limit: Limit) -> Any:
