@@ -8,7 +8,9 @@ that crashed is tried once more in a new process by stock torch.compile alone, w
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import itertools
+import math
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -19,7 +21,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -28,19 +30,23 @@ from benchmarks.accept.ten_lines import TEN_LINES
 
 RETIRE = 12
 """Cases after which a worker is replaced: what compilers keep in memory goes with it."""
-ASK = signal.SIGUSR1
-"""At this signal a worker prints the stacks of its threads and goes on."""
+GRACE = 2.0
+"""Seconds after a case's time in which its worker prints the stacks of its threads."""
 SHOWN = 1 << 15
 """Bytes of a dead process's output that its result keeps."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A case that a worker runs over a model of ``layers`` layers; ``stock``: by stock torch.compile alone, nothing compared."""
+    """A case that a worker runs over a model of ``layers`` layers; ``stock``: by stock torch.compile alone, nothing compared.
+
+    ``until``: when its time is over, by the clock that ``time.monotonic`` reads in all processes.
+    """
 
     case: str
     layers: int
     stock: bool = False
+    until: float = math.inf
 
 
 @dataclass
@@ -55,10 +61,10 @@ class _Worker:
     done: int = 0
     said: int = 0
 
-    def give(self, task: Task) -> None:
-        """Start a task."""
+    def give(self, task: Task, seconds: float) -> None:
+        """Start a task that may take some seconds."""
         self.task, self.started, self.said = task, time.monotonic(), self._size()
-        self.pipe.send(task)
+        self.pipe.send(replace(task, until=self.started + seconds))
 
     def output(self) -> str:
         """Return the end of what was printed since the task began: where a process dies, faulthandler's stacks."""
@@ -103,7 +109,7 @@ class Pool:
                     waiting.clear()
                 while waiting and len(running) < self.jobs:
                     running.append(self._worker(context))
-                    running[-1].give(waiting.popleft())
+                    running[-1].give(waiting.popleft(), self.timeout)
                 yield from self._step(running, waiting)
         finally:
             for worker in running:
@@ -129,7 +135,7 @@ class Pool:
                 running.remove(worker)
                 _end(worker)
             else:
-                worker.give(waiting.popleft())
+                worker.give(waiting.popleft(), self.timeout)
             if task.case not in self.died:
                 yield result
 
@@ -142,8 +148,9 @@ class Pool:
         except (EOFError, ConnectionResetError):
             worker.process.join(timeout=10)
             return Result(case, Outcome.CRASHED, _ended(worker.process.exitcode), seconds=round(taken, 1), trace=worker.output())
-        if taken > self.timeout:
-            _interrupt(worker)
+        if taken > self.timeout + GRACE:
+            worker.process.kill()
+            worker.process.join()
             detail = f"not done after {self.timeout:.0f} s"
             return Result(case, Outcome.TIMEOUT, detail, seconds=round(taken, 1), trace=worker.output())
         return None
@@ -179,13 +186,18 @@ def blamed(crash: Result, stock: Result) -> Result:
     return replace(crash, outcome=Outcome.OUTSIDE, detail=f"stock torch.compile alone: {stock.detail}; this backend: {crash.detail}")
 
 
-def _interrupt(worker: _Worker) -> None:
-    """Kill a worker, after it has printed where each of its threads is."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(worker.process.pid, ASK)
-    worker.process.join(timeout=2)
-    worker.process.kill()
-    worker.process.join()
+@contextlib.contextmanager
+def stacks_at(until: float, stream: TextIO) -> Iterator[None]:
+    """Print the stacks of all threads to ``stream`` if what runs inside is not done at that time.
+
+    By a thread that needs neither the interpreter nor a signal: processes on rented machines may have signals blocked.
+    """
+    if math.isfinite(until):
+        faulthandler.dump_traceback_later(max(0.01, until - time.monotonic()), file=stream)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _ended(status: int | None) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
-import signal
 import sys
 from typing import Any
 
@@ -16,6 +15,7 @@ import transformers.models.auto.modeling_auto  # noqa: F401
 from benchmarks.accept.cases import by_id
 from benchmarks.accept.drive import run_case, run_stock
 from benchmarks.accept.outcomes import Result
+from benchmarks.accept.run import stacks_at
 from benchmarks.accept.ten_lines import TEN_LINES, run_ten_lines
 
 
@@ -25,7 +25,6 @@ def serve(pipe: Any, log: str) -> None:
     os.dup2(stream.fileno(), 1)
     os.dup2(stream.fileno(), 2)
     faulthandler.enable(sys.stderr)
-    faulthandler.register(signal.SIGUSR1, sys.stderr)
     torch.set_num_threads(1)
     # What the backend warns of stands in the results.
     logging.getLogger("kvcompile").setLevel(logging.ERROR)
@@ -35,7 +34,9 @@ def serve(pipe: Any, log: str) -> None:
             task = pipe.recv()
         except EOFError:
             return
-        pipe.send(_result(task))
+        with stacks_at(task.until, sys.stderr):
+            result = _result(task)
+        pipe.send(result)
 
 
 def _result(task: Any) -> Result:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import functools
 import os
 import signal
 import time
@@ -21,7 +22,7 @@ from benchmarks.accept.cases import all_cases, by_id, cpu_slice, invalid, pairs,
 from benchmarks.accept.modules import RECIPES, Module
 from benchmarks.accept.oracles import Oracle, round_trip, scheme_of
 from benchmarks.accept.outcomes import Outcome, Result
-from benchmarks.accept.run import ASK, Pool, _Worker
+from benchmarks.accept.run import Pool, Task, _Worker, stacks_at
 from benchmarks.accept.subjects import Words
 from benchmarks.accept.table import as_csv, as_json, count_table, read_csv, summary
 from kvcompile.schemes import SCHEMES
@@ -167,6 +168,21 @@ def test_low_precision_is_held_to_twice_the_eager_error(dtype: Dtype, one_thread
     assert not references.verdict_on(subject, requests, traces.Trace(off)).right
 
 
+def test_generated_logits_are_outside_where_those_of_stock_are_as_far_off(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
+    """Large scores amplify a sum's order: GPT-Neo's, unscaled, move its float32 logits by 1e-4 without any code of ours."""
+    case = case_of(ARCHITECTURES[0], Scheme.DENSE, Caching.GENERATE)
+    subject = Words.build(case, CPU, layers=1)
+    request = subject.request(1, prompt=6, steps=4)
+    plain = traces.uncompiled(subject, [request])
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    assert traces.worst(plain, stock.stock_logits(subject, [request])) < 1e-5, "its own tokens, whatever generate would choose"
+    verdict = references.Verdict(1e-4, 2e-5, 0.0, 0.0, "request 1 step 2")
+    assert stock.wrong(subject, [request], verdict)["outcome"] is Outcome.WRONG
+    monkeypatch.setattr(stock, "stock_logits", lambda *given: [[item * (1 + 6e-5) for item in plain[0]]])
+    found = stock.wrong(subject, [request], verdict)
+    assert found["outcome"] is Outcome.OUTSIDE and "stock torch.compile is off by 6.0e-05" in found["detail"]
+
+
 def test_not_a_number_and_missing_steps_are_wrong() -> None:
     logits = [torch.ones(1, 4), torch.ones(1, 4)]
     case = case_of(ARCHITECTURES[0], Scheme.DENSE)
@@ -197,18 +213,26 @@ def test_more_graphs_than_stock() -> None:
 def _odd(pipe: Any, other: Any, log: Path) -> None:
     """A worker whose cases say what happens to it; it ends when the pool closes ``other``, of which a forked process has a copy."""
     other.close()
-    output = log.open("a")
-    faulthandler.enable(output)
-    faulthandler.register(ASK, output)
-    while True:
-        task = pipe.recv()
-        case = task.case
-        if case == "both die" or (case == "dies" and not task.stock):
-            os.kill(os.getpid(), signal.SIGSEGV)
-        if case == "hangs":
-            time.sleep(60)
-        failed = Outcome.OUTSIDE if task.stock and case == "both fail" else Outcome.CRASHED if not task.stock and "fail" in case else None
-        pipe.send(Result(case, failed or Outcome.RIGHT, "an exception" if failed else ""))
+    # A machine may start processes with signals blocked.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    with log.open("a") as output:
+        faulthandler.enable(output)
+        while True:
+            task = pipe.recv()
+            with stacks_at(task.until, output):
+                result = _odd_result(task)
+            pipe.send(result)
+
+
+def _odd_result(task: Task) -> Result:
+    """The result of a case, by its name."""
+    case = task.case
+    if case == "both die" or (case == "dies" and not task.stock):
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if case == "hangs":
+        time.sleep(60)
+    failed = Outcome.OUTSIDE if task.stock and case == "both fail" else Outcome.CRASHED if not task.stock and "fail" in case else None
+    return Result(case, failed or Outcome.RIGHT, "an exception" if failed else "")
 
 
 class _OddPool(Pool):
