@@ -20,7 +20,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     *_of(Family.SINKS, "gpt_oss", Trait.SLIDING, Trait.EXPERTS, attention="eager"),
     *_of(Family.SINKS, "mimo_v2_flash", Trait.SLIDING, Trait.EXPERTS, attention="eager"),
     *_of(Family.BIAS, "bloom", Trait.NO_STATIC, attention="eager"),
-    *_of(Family.BIAS, "mpt", Trait.SPLIT_STATIC, attention="eager"),
+    *_of(Family.BIAS, "mpt", Trait.SPLIT_STATIC, Trait.HALF_MASK, attention="eager"),
     *_of(Family.BIAS, "falcon"),
     *_of(Family.SOFTCAP, "gemma2", Trait.SLIDING, attention="eager"),
     *_of(Family.SLIDING, "gemma3_text mistral cohere2 exaone4 olmo3", Trait.SLIDING),

@@ -157,6 +157,7 @@ class Trait(enum.Enum):
     NO_STATIC = "transformers cannot use it with a static cache"
     SPLIT_STATIC = "with a static cache a graph break stands inside its attention"
     FROM_THE_END = "with a static cache its windows count from the cache's end: tokens attend to nothing, or to what was never written"
+    HALF_MASK = "its scores are float32 beside float16 weights, whose lowest number hides no token for sure there: padding counts as tokens"
     NO_DYNAMIC = "it has a cache of one form only, and that is static"
     NO_PADDING = "it takes no padding mask"
     NO_GENERATE = "generate does not take what its decoder needs"

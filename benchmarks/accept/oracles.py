@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.accept.axes import Case, Prompt, Trait
+from benchmarks.accept.axes import Case, Dtype, Prompt, Trait
 from kvcompile import schemes
 from kvcompile.schemes import Scheme
 from kvcompile.schemes.rotation import rotate, unrotate
@@ -62,7 +62,8 @@ class Oracle:
 
     def __init__(self, case: Case, codes_in_prompt: bool = False) -> None:
         self.keys, self.values = scheme_of(case, Role.KEY), scheme_of(case, Role.VALUE)
-        self.pads, self.codes_in_prompt = case.batch.pads, codes_in_prompt
+        shown = Trait.HALF_MASK in case.architecture.traits and case.dtype is Dtype.FP16
+        self.pads, self.codes_in_prompt = tuple(0 if shown else pad for pad in case.batch.pads), codes_in_prompt
         # An encoder's keys and values that uncompiled code filled stay as they are: see ``cases.refusal``.
         self.cross = case.prompt is Prompt.COMPILED
         self.by_token = self.keys.window == self.values.window == 0
