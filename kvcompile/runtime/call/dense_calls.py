@@ -177,10 +177,10 @@ class DenseCalls:
     def _run(
         self, forms: Sequence[CacheForm], args: tuple[Any, ...], why: str, where: str, densified: Mapping[int, str], kind: str = ""
     ) -> tuple[Any, ...]:
-        """Return the results of a call on dense caches, made dense if needed. Raises Unsupported without a compiler, TokensOutOfOrder for
-        caches that have no dense values.
+        """Return the results of a call on dense caches, made dense if needed.
 
-        ``why`` is logged once for each ``kind`` of reason and source line.
+        ``why`` is logged once for each ``kind`` of reason and source line. Raises Unsupported without a compiler, TokensOutOfOrder for a cache
+        that has no dense values.
         """
         if self.compile_captured is None:
             raise Unsupported(
