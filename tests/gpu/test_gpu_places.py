@@ -142,3 +142,32 @@ def test_programs_of_the_fuzzer(given: dict[str, str], found: str) -> None:
 def test_a_mask_over_what_nobody_wrote_behind_a_prompt_with_a_place_written_twice() -> None:
     result = tried(300025, drawn(300025), Way("inductor", "cuda"))
     assert result.found in {Found.RIGHT, Found.REFUSED}, result.said
+
+
+def shared_limits(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kc: torch.Tensor, vc: torch.Tensor, pos: torch.Tensor, first: torch.Tensor
+) -> torch.Tensor:
+    """Write and attend: all queries see up to the furthest one, each row from a place of its own on."""
+    kc.index_copy_(2, pos, k)
+    vc.index_copy_(2, pos, v)
+    t = torch.arange(kc.shape[2], device=kc.device)
+    seen = (t <= pos.max()) & (t >= first[:, None, None, None])
+    return torch.nn.functional.scaled_dot_product_attention(q, kc, vc, attn_mask=seen.expand(-1, 1, q.shape[2], -1))
+
+
+@pytest.mark.parametrize("counts", [(5, 1, 5), (40, 1, 3)], ids=["short", "long"])
+@pytest.mark.parametrize("scheme", ["int8", "kivi(bits=4)", "certified", "smartkv"])
+def test_limits_that_queries_of_a_prompt_share(scheme: str, counts: tuple[int, ...]) -> None:
+    """A kernel reads a limit for each query: of a single one it would read what lies behind it."""
+    call = torch.compile(shared_limits, backend=kvcompile.backend(scheme, strict=True))
+    random, begin = torch.Generator().manual_seed(0), 0
+    plain, own = ([torch.zeros(2, 1, 64, 32, device="cuda") for _ in "kv"] for _ in "ab")
+    first = torch.tensor([0, 2], device="cuda")
+    for count in counts:
+        q, k, v = (torch.randn(2, 1, count, 32, generator=random) for _ in "qkv")
+        tokens = [item.to("cuda") for item in (q, (k > 0).float(), (v > 0).float())]
+        pos = torch.arange(begin, begin + count, device="cuda")
+        with torch.no_grad():
+            expected, found = shared_limits(*tokens, *plain, pos, first), call(*tokens, *own, pos, first)
+        assert (expected - found).abs().max() < 0.03, count
+        begin += count
