@@ -179,8 +179,8 @@ class DenseCalls:
     ) -> tuple[Any, ...]:
         """Return the results of a call on dense caches, made dense if needed.
 
-        ``why`` is logged once for each ``kind`` of reason and source line. Raises Unsupported without a compiler, TokensOutOfOrder for a cache
-        that has no dense values.
+        ``why`` is logged once for each ``kind`` of reason and source line. Raises Unsupported without a compiler, TokensOutOfOrder for a
+        cache that has no dense values.
         """
         if self.compile_captured is None:
             raise Unsupported(
