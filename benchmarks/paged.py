@@ -26,6 +26,7 @@ import torch
 sys.path[:0] = [str(pathlib.Path(__file__).resolve().parent.parent), str(pathlib.Path(__file__).resolve().parent)]
 
 import attention as bench
+from torch.nn.attention.bias import causal_lower_right
 
 import kvcompile
 from kvcompile.serving.operations import paged_attend_body
@@ -106,7 +107,7 @@ def prompt_row(scheme: str, given: str, page: int) -> dict[str, Any]:
     tables[2] = torch.tensor([0, new], dtype=torch.int32, device="cuda")
     q = torch.randn(1, bench.H, new, bench.D, device="cuda", dtype=torch.bfloat16)
     k, v = torch.randn(2, 1, bench.K, tokens, bench.D, device="cuda", dtype=torch.bfloat16).unbind()
-    mask = torch.nn.attention.bias.causal_lower_right(new, tokens)
+    mask = causal_lower_right(new, tokens)
 
     def stock() -> torch.Tensor:
         masked = {"is_causal": True} if new == tokens else {"attn_mask": mask}

@@ -147,13 +147,19 @@ class Pool:
                 return worker.pipe.recv()
         except (EOFError, ConnectionResetError):
             worker.process.join(timeout=10)
-            return Result(case, Outcome.CRASHED, _ended(worker.process.exitcode), seconds=round(taken, 1), trace=worker.output())
+            # A process that prints the stacks of threads which go on may be ended by that: it was late all the same.
+            late = taken > self.timeout - 1
+            outcome, detail = (Outcome.TIMEOUT, self._late) if late else (Outcome.CRASHED, _ended(worker.process.exitcode))
+            return Result(case, outcome, detail, seconds=round(taken, 1), trace=worker.output())
         if taken > self.timeout + GRACE:
             worker.process.kill()
             worker.process.join()
-            detail = f"not done after {self.timeout:.0f} s"
-            return Result(case, Outcome.TIMEOUT, detail, seconds=round(taken, 1), trace=worker.output())
+            return Result(case, Outcome.TIMEOUT, self._late, seconds=round(taken, 1), trace=worker.output())
         return None
+
+    @property
+    def _late(self) -> str:
+        return f"not done after {self.timeout:.0f} s"
 
     @contextlib.contextmanager
     def _device(self, number: int) -> Iterator[None]:

@@ -9,6 +9,7 @@ import torch
 from test_paged_kernels import APART, APPENDS, CASES, OF_TABLES, RAGGED, SCHEMES, Case, asked, filled
 
 import kvcompile
+from kvcompile.lowering.paged.prompts import LEAST
 from kvcompile.serving.pools import Pool
 
 pytestmark = [
@@ -18,6 +19,8 @@ pytestmark = [
 
 WIDE = dataclasses.replace(Case(), dim=128, value_dim=128, heads=2, dtype=torch.bfloat16)
 LONG = ((5000, 1), (0, 0), (1, 1), (777, 1), (20000, 1))
+ROUNDED = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
+"""The largest error of the results of long prompts, of their norm, by dtype."""
 PROMPTS = ((300, 300), (5000, 64), (1, 1), (0, 0), (2000, 700), (4000, 1))
 
 
@@ -57,8 +60,18 @@ def test_attention_is_that_of_the_body(case: Case) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     apart, tabled = APART[case.dtype], case.keys.startswith(("nf4", "gauss", "beyond"))
-    torch.testing.assert_close(got.cpu(), want, atol=apart, rtol=apart, equal_nan=True)
-    torch.testing.assert_close(logs.cpu(), lse, atol=OF_TABLES if tabled else 2e-4, rtol=2e-4, equal_nan=True)
+    short = torch.ones(len(want), dtype=torch.bool)
+    for first, last in start.unfold(0, 2, 1).tolist():
+        short[first:last] = last - first < LEAST
+    got, logs = got.cpu(), logs.cpu()
+    torch.testing.assert_close(got[short], want[short], atol=apart, rtol=apart, equal_nan=True)
+    torch.testing.assert_close(logs[short], lse[short], atol=OF_TABLES if tabled else 2e-4, rtol=2e-4, equal_nan=True)
+    if not short.all():
+        # Long prompts read tokens rounded to the model's dtype, as a dense cache holds them.
+        error = (got[~short].double() - want[~short].double()).norm() / want[~short].double().norm()
+        assert error < ROUNDED[case.dtype]
+        torch.testing.assert_close(got[~short], want[~short], atol=4 * apart, rtol=4 * apart, equal_nan=True)
+        torch.testing.assert_close(logs[~short], lse[~short], atol=2 * apart, rtol=apart, equal_nan=True)
 
 
 @pytest.mark.parametrize("schemes", APPENDS, ids=str)
