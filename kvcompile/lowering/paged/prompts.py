@@ -8,8 +8,8 @@ products. Requests with fewer queries than ``PromptPlan.least`` go through the k
     scratch    ``PromptPlan.room`` tokens a place: the bound of a request's length that the host knows. ``PromptPlan.heads`` kv heads at
                a time, so that it has at most ``MOST_SCRATCH`` bytes
 
-Decoded tokens are rounded to the queries' dtype, as a dense cache holds them, where the kernel of steps keeps them in float32. Nothing waits
-for the device.
+Decoded tokens are rounded to the queries' dtype, as a dense cache holds them; the kernel of steps keeps them in float32. Nothing waits for
+the device.
 """
 
 # mypy: disable-error-code="no-untyped-def"

@@ -92,9 +92,14 @@ def measure(arguments: argparse.Namespace, wanted: Sequence[tuple[str, str]], ef
         progress.at(f"{subject.name}: building questions")
         bench = Bench(subject, effort, lambda what: progress.at(what, len(done)))
         results = Results(config(subject, bench, arguments), machine(arguments.device), bench.reference(), ())
+        side_by_side = f"schemes, {arguments.jobs} at a time"
         try:
+            if arguments.jobs > 1:
+                progress.at(side_by_side, 0)
             for row in measured(bench, arguments, wanted):
                 done[row.scheme] = row
+                if arguments.jobs > 1:
+                    progress.at(side_by_side, len(done))
                 # In the requested order, not in the order of completion.
                 results = dataclasses.replace(results, schemes=tuple(done[label] for _, label in wanted if label in done))
                 if arguments.out is not None:
