@@ -50,6 +50,10 @@ CORPUS: tuple[tuple[int, Choice], ...] = (
     (201041, {
         "layout": "concatenated", "caches": "arguments", "extent": "written", "mask": "tril-from", "chunks": "301,1,1,3,1,1",
     }),
+    # Scores misread, and validated by calls whose queries saw one token.
+    (1, {"layout": "sliced", "mask": "half-steps", "scores": "int"}),
+    (1, {"layout": "sliced", "mask": "every-second", "cast": "int16", "scores": "cap-negative"}),
+    (1, {"layout": "paged", "chunks": "1,1,1,1,1,1", "scores": "int"}),
 )
 """(seed, what is not plain). It only grows."""
 

@@ -117,14 +117,22 @@ class Candidates:
         }
 
     def counts_on(self, entry: Input) -> bool:
-        """Return whether an integer argument held, in the compiled call, the positions that follow a growing cache's tokens."""
+        """Return whether an integer argument held, in the compiled call, the positions of its new tokens, and no write says so: where a
+        cache grows, or is written at a slice.
+        """
         grown = [slot for site in self.part.sites for slot in site.slots if slot.kind.facts.extended]
+        sliced = [
+            slot for site in self.part.sites for slot in site.slots
+            if slot.kind.facts.written and slot.sliding is None and slot.write.position.index is None and slot.write.position.past is None
+        ]
         fake = self.part.captured.fakes[entry.index]
-        if not grown or not isinstance(fake, torch.Tensor) or fake.dtype not in {torch.int32, torch.int64}:
+        if not (grown or sliced) or not isinstance(fake, torch.Tensor) or fake.dtype not in {torch.int32, torch.int64}:
             return False
         known = hints(self.part)
         value = self.example(entry.index, tuple(read(size, known) for size in fake.shape))
-        start, count = read(past(grown[0]), known), read(grown[0].write.count, known)
+        offset = 0 if grown else sliced[0].write.position.offset
+        start = read(past(grown[0]) if grown else offset if isinstance(offset, int) else value_of(offset), known)
+        count = read((grown or sliced)[0].write.count, known)
         if value is None or (value.numel() != 1 and value.shape[-1] != count):
             return False
         rows = value.reshape(-1, value.shape[-1] if value.dim() else 1).to(torch.int64)

@@ -32,6 +32,7 @@ from kvcompile.runtime.store.live_caches import LiveCaches
 from kvcompile.validation.arguments import Arguments
 from kvcompile.validation.candidates import TrialCall
 from kvcompile.validation.coverage import Coverage
+from kvcompile.validation.dependence import Dependence
 from kvcompile.validation.sessions import Sessions, countings
 from kvcompile.validation.sizes import MOST_ELEMENTS, captured_values, elements, hints, read
 from kvcompile.validation.subgraph import NotApart, Subgraph
@@ -43,6 +44,8 @@ ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-4}
 """The largest error relative to the largest result that passes as rounding; in float32, 20 times the largest seen over all idioms."""
 HOSTILE_ALLOWED = 1e-6
 """Error that is allowed in addition for scores 1e4 times larger: each is rounded by up to 1e7 * 2^-53, and so is its weight."""
+
+ONE_TOKEN = "no call was found in which its queries see several tokens, so that scores matter"
 
 
 class SiteOutcome(enum.Enum):
@@ -68,8 +71,8 @@ class Verdict:
 class _Session:
     """A series of calls of a program and of its twin, with the caches of both (``theirs``, ``ours``) kept from call to call."""
 
-    def __init__(self, part: Subgraph, bound: BoundGraph, arguments: Arguments) -> None:
-        self.part, self.bound, self.arguments = part, bound, arguments
+    def __init__(self, part: Subgraph, bound: BoundGraph, arguments: Arguments, dependence: Dependence) -> None:
+        self.part, self.bound, self.arguments, self.dependence = part, bound, arguments, dependence
         self.ours: dict[int, Any] = {}
         self.theirs: dict[int, Any] = {}
         # Double precision shows an epsilon that is below the rounding of the program's own dtype.
@@ -110,6 +113,7 @@ class _Session:
             if index not in self.theirs:
                 self.theirs[index], self.ours[index] = args[index], args[index].clone()
         mine = [self.ours.get(index, item.clone() if isinstance(item, torch.Tensor) else item) for index, item in enumerate(args)]
+        others = None if self.dependence.whole else self.dependence.other(args)
         expected, found = self._expected(args), self.bound(*mine)
         for index in range(self.part.outputs):
             # A softmax that is masked after its exponentials is NaN where they vanish; ours, masked before, is right.
@@ -117,6 +121,8 @@ class _Session:
             difference = compared(expected[index], ours, (HOSTILE_ALLOWED if moment.hostile else 0.0) + self.rounding)
             if difference:
                 return f"the attention's result {difference}"
+        if others is not None:
+            self.dependence.add(expected, self._expected(others))
         return self._caches(moment, expected, found)
 
     def _expected(self, args: list[Any]) -> Any:
@@ -210,10 +216,14 @@ class _Twin:
             self.variants[which] = rewrite(self.part.captured, self.planned, which, self.part.effects)
         return self.variants[which], self.variants[which].module
 
-    def session(self, arguments: Arguments) -> _Session:
-        """Return a session: a series of calls of the program and of its twin over caches that begin empty."""
+    def session(self, arguments: Arguments, dependence: Dependence | None = None) -> _Session:
+        """Return a session: a series of calls of the program and of its twin over caches that begin empty.
+
+        ``dependence`` is added to; None where nobody asks for it.
+        """
         part, first = self.part, self.variant(Variant.PAST)[0]
-        return _Session(part, bind(part.captured, self.planned, part.effects, first, self.variant, Growth(), LiveCaches()), arguments)
+        bound = bind(part.captured, self.planned, part.effects, first, self.variant, Growth(), LiveCaches())
+        return _Session(part, bound, arguments, dependence or Dependence(arguments, 0))
 
 
 def tried(part: Subgraph, examples: Sequence[Any]) -> Verdict:
@@ -251,11 +261,11 @@ def _counting(twin: _Twin, ways: Sessions, values: Values, covered: Coverage) ->
     Other sizes are tried until each symbol took two values. UNKNOWN if no call that proves something could be made.
     """
     arguments, sessions = ways.arguments, list(ways.all(values))
-    # A query that sees one token gives its value, whatever the scores are: such a call proves little.
-    done, telling, unknown = False, False, ""
+    dependence = Dependence(arguments, twin.part.outputs)
+    done, several, unknown = False, False, ""
     for moments, unwritten in itertools.chain(sessions, ways.elsewhere(values, covered)):
         try:
-            session = twin.session(arguments)
+            session = twin.session(arguments, dependence)
             session.fill(moments[0], unwritten)
             for number, moment in enumerate(moments):
                 if difference := session.call(moment):
@@ -265,7 +275,7 @@ def _counting(twin: _Twin, ways: Sessions, values: Values, covered: Coverage) ->
                     state += ", large scores and unusual masks" if moment.hostile else ""
                     return Verdict(SiteOutcome.DIFFERENT, f"{difference} (call {number + 1}, {state}, seed {SEED})")
                 covered.add(moment.values)
-                done, telling = True, telling or (moment.start + arguments.tokens(moment) > 1 and not moment.hostile)
+                done, several = True, several or _several(arguments, moment)
         except NotApart as reason:
             unknown = unknown if moments[0].hostile else str(reason)
         except KvcompileError as error:
@@ -276,12 +286,19 @@ def _counting(twin: _Twin, ways: Sessions, values: Values, covered: Coverage) ->
             log.debug("the rewritten attention fails", exc_info=True)
             first = next(iter(str(error).splitlines()), "")
             return Verdict(SiteOutcome.DIFFERENT, f"it fails with {type(error).__name__}: {first} (seed {SEED})")
-    # A program for prompts of one token has no other call.
-    if (telling or (done and not unknown)) and covered.wanted():
+    # A program that reads one token has no other call.
+    if not several and (unknown or not done):
+        return Verdict(SiteOutcome.UNKNOWN, unknown or "no call of it could be made")
+    if several and not dependence.whole:
+        return Verdict(SiteOutcome.UNKNOWN, ONE_TOKEN)
+    if covered.wanted():
         return Verdict(SiteOutcome.UNKNOWN, covered.missing())
-    if telling or (done and not unknown):
-        return Verdict(SiteOutcome.EQUAL, differs_on_padding=_differs_on_padding(twin, arguments, sessions))
-    return Verdict(SiteOutcome.UNKNOWN, unknown or "no call of it could be made")
+    return Verdict(SiteOutcome.EQUAL, differs_on_padding=_differs_on_padding(twin, arguments, sessions))
+
+
+def _several(arguments: Arguments, moment: TrialCall) -> bool:
+    """Return whether there is more than one token that a query of a call, with scores of usual size, could see."""
+    return not moment.hostile and moment.start + arguments.tokens(moment) > 1 and arguments.keys(moment) > 1
 
 
 class _OfTheFirstStep(Arguments):
@@ -311,12 +328,14 @@ class _OfTheFirstStep(Arguments):
 def first_step(part: Subgraph, examples: Sequence[Any]) -> Verdict:
     """Return the verdict on one call over full caches, with the positions and masks that the graph was compiled with.
 
-    DIFFERENT if the twin raises an unexpected error, UNKNOWN if the program does not run by itself or the runtime refuses the call.
+    DIFFERENT if the twin raises an unexpected error, UNKNOWN if the program does not run by itself, the runtime refuses the call, or the
+    results are equal but depend on no queries, as in a step whose queries see one token.
     """
     moment = TrialCall(hints(part), 0)
     try:
         arguments = _OfTheFirstStep(part, examples, torch.Generator(device="cpu").manual_seed(SEED))
-        session = _Twin(part).session(arguments)
+        dependence = Dependence(arguments, part.outputs)
+        session = _Twin(part).session(arguments, dependence)
         session.fill(moment, 1.0)
         difference = session.call(moment)
     except (NotApart, KvcompileError) as reason:
@@ -326,7 +345,7 @@ def first_step(part: Subgraph, examples: Sequence[Any]) -> Verdict:
         return Verdict(SiteOutcome.DIFFERENT, f"it fails with {type(error).__name__}: {error} (the first step, seed {SEED})")
     if difference:
         return Verdict(SiteOutcome.DIFFERENT, f"{difference} (the first step, seed {SEED})")
-    return Verdict(SiteOutcome.EQUAL)
+    return Verdict(SiteOutcome.EQUAL) if dependence.whole else Verdict(SiteOutcome.UNKNOWN, "its queries see one token there")
 
 
 def _differs_on_padding(twin: _Twin, arguments: Arguments, sessions: list[tuple[list[TrialCall], float]]) -> bool:

@@ -16,6 +16,7 @@ from kvcompile.passes.graph.worlds import Guards
 from kvcompile.passes.match.sites import MaskKind, MaskTerm
 from kvcompile.validation.arguments import COUNTS, MOVES, Arguments
 from kvcompile.validation.candidates import TrialCall
+from kvcompile.validation.dependence import Dependence
 from kvcompile.validation.equivalence import SiteOutcome, _counting
 from kvcompile.validation.sessions import Sessions
 from kvcompile.validation.sizes import SMALL, _chosen, _small
@@ -160,21 +161,55 @@ def test_a_query_that_sees_one_token_proves_little(fails: int | None, outcome: S
     assert _counting(*_sessions(starts, fails, tokens=1), {}, _covered()).outcome is outcome
 
 
+@pytest.mark.parametrize(("keys", "dependent", "outcome"), [
+    (KEYS, True, SiteOutcome.EQUAL), (KEYS, False, SiteOutcome.UNKNOWN), (1, False, SiteOutcome.EQUAL),
+])
+def test_results_that_depend_on_no_query_prove_little(keys: int, dependent: bool, outcome: SiteOutcome) -> None:
+    """Equal calls of several tokens, whose masks show one to each query; but a program may read one token."""
+    assert _counting(*_sessions((0, 4), None, 3, keys, dependent), {}, _covered()).outcome is outcome
+
+
+def test_a_result_depends_on_queries_where_a_query_sees_two_tokens() -> None:
+    q, keys, values = torch.randn(2, 4), torch.randn(3, 4), torch.randn(3, 4)
+    inputs = [SimpleNamespace(node=name, index=index) for index, name in enumerate("qkv")]
+    arguments: Any = SimpleNamespace(queries=("q",), part=SimpleNamespace(captured=SimpleNamespace(inputs=inputs)))
+
+    def results(args: list[torch.Tensor]) -> list[torch.Tensor]:
+        scores = args[0] @ args[1].T
+        one, two = scores.clone(), scores.clone()
+        one[:, 1:], two[:, 2:] = -torch.inf, -torch.inf
+        return [one.softmax(-1) @ args[2], two.softmax(-1) @ args[2]]
+
+    found = Dependence(arguments, 2)
+    found.add(results([q, keys, values]), results(found.other([q, keys, values])))
+    assert found.seen == {1} and not found.whole
+    assert Dependence(arguments, 0).whole, "nobody asks"
+
+
 def _covered() -> Any:
     return SimpleNamespace(add=lambda values: None, wanted=set, missing=lambda: "")
 
 
-def _sessions(starts: tuple[int, ...], fails: int | None, tokens: int) -> tuple[Any, Any]:
-    """A twin whose calls are equal, but for those at one position, which cannot be made; and its sessions of one call each."""
+def _sessions(
+    starts: tuple[int, ...], fails: int | None, tokens: int, keys: int = KEYS, dependent: bool = True,
+) -> tuple[Any, Any]:
+    """A twin whose calls are equal, but for those at one position, which cannot be made; and its sessions of one call each.
+
+    Where it is not ``dependent``, no call's result changes with its queries.
+    """
     def call(moment: TrialCall) -> str:
         if moment.start == fails:
             raise NotApart("no such call")
         return ""
 
     session = SimpleNamespace(fill=lambda moment, unwritten: None, call=call)
-    arguments = SimpleNamespace(pooled=False, tokens=lambda moment: tokens, free=())
+    captured = SimpleNamespace(inputs=[SimpleNamespace(node="q", index=0)])
+    part = SimpleNamespace(captured=captured, outputs=1)
+    arguments = SimpleNamespace(
+        pooled=False, tokens=lambda moment: tokens, keys=lambda moment: keys, free=(), part=part, queries=() if dependent else ("q",),
+    )
     moments = [([TrialCall({}, start)], 0.0) for start in starts]
     return (
-        SimpleNamespace(session=lambda arguments: session),
+        SimpleNamespace(session=lambda arguments, dependence=None: session, part=part),
         SimpleNamespace(arguments=arguments, all=lambda values: moments, elsewhere=lambda values, covered: []),
     )
