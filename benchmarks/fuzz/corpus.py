@@ -50,6 +50,9 @@ CORPUS: tuple[tuple[int, Choice], ...] = (
     (201041, {
         "layout": "concatenated", "caches": "arguments", "extent": "written", "mask": "tril-from", "chunks": "301,1,1,3,1,1",
     }),
+    # A row that went back while its mask still showed it the tokens of the furthest.
+    (1007074, {"layout": "tokens-first", "mask": "furthest", "places": "own-lengths", "scheme": "squat"}),
+    (1, {"layout": "assigned", "mask": "furthest", "places": "accepted", "given": "bool", "scheme": "kivi"}),
     # Scores misread, and validated by calls whose queries saw one token.
     (1, {"layout": "sliced", "mask": "half-steps", "scores": "int"}),
     (1, {"layout": "sliced", "mask": "every-second", "cast": "int16", "scores": "cap-negative"}),

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import kvcompile
 from kvcompile.passes.match.sites import Limit, LimitKind
 from kvcompile.runtime.forms.mask_extent import MaskExtent
+from kvcompile.runtime.forms.positions import by_row
 
 HEADS, DIM, CAPACITY = 4, 16, 320
 Tensor = torch.Tensor
@@ -50,6 +51,52 @@ def test_where_the_last_query_of_a_limit_stops_seeing(limit: Limit, places: int,
     site: Any = SimpleNamespace(attention=attention, bounds=SimpleNamespace(hi=limit, lo=None, keep=None, carried=()))
     call: Any = SimpleNamespace(read=int, positions=lambda: SimpleNamespace(values={pos: torch.tensor([[3, 4, 5]])}))
     assert object.__new__(MaskExtent)._site(site, call) == end
+
+
+@pytest.mark.parametrize(("roles", "shape"), [
+    (("B", "", "S", "T"), (2, 1, 3, 8)), (("BH", "S", "T"), (2 * HEADS, 3, 8)), (("HB", "S", "T"), (HEADS * 2, 3, 8)), (("T", "B"), (8, 2)),
+    (("S", "T"), (3, 8)), (("T",), (8,)),
+], ids=str)
+def test_which_tokens_each_row_is_shown(roles: tuple[str, ...], shape: tuple[int, ...]) -> None:
+    """Row 0 sees five tokens in its last head and query, row 1 three; without a dim of rows all see what one does."""
+    rows = torch.zeros(2, HEADS, 3, 8, dtype=torch.bool)
+    rows[0, -1, -1, 4] = rows[1, -1, -1, 2] = True
+    made = {
+        ("B", "", "S", "T"): rows.any(1, keepdim=True), ("BH", "S", "T"): rows.flatten(0, 1), ("HB", "S", "T"): rows.transpose(0, 1).flatten(0, 1),
+        ("T", "B"): rows.any(1).any(1).t(), ("S", "T"): rows.any(0).any(0), ("T",): rows.any(0).any(0).any(0),
+    }[roles]
+    assert made.shape == shape
+    seen = by_row(made, roles, 2)
+    assert [row.nonzero().flatten().tolist() for row in seen] == ([[4], [2]] if any("B" in role for role in roles) else [[2, 4]])
+
+
+class Ragged(Static):
+    """Rows at positions of their own, and a mask that shows each the tokens of all up to the furthest."""
+
+    def forward(self, x: Tensor, pos: Tensor, mask: Tensor | None) -> Tensor:
+        q, k, v = self.p(x).unflatten(-1, (3, HEADS, DIM)).permute(2, 0, 3, 1, 4)
+        rows = torch.arange(2)[:, None]
+        self.k[rows, :, pos] = k.transpose(1, 2)
+        self.v[rows, :, pos] = v.transpose(1, 2)
+        seen = (torch.arange(CAPACITY) <= (pos.max() if mask is None else mask)).expand(2, 1, x.shape[1], -1)
+        return F.scaled_dot_product_attention(q, self.k, self.v, attn_mask=seen)
+
+
+@pytest.mark.usefixtures("fresh_dynamo", "one_thread")
+@pytest.mark.parametrize("scheme", ["kivi(group=16,window=32)", "certified"])
+@pytest.mark.parametrize("given", [False, True], ids=["by position", "by a mask argument"])
+def test_a_mask_may_show_a_row_more_than_it_holds(given: bool, scheme: str) -> None:
+    """Row 1 goes back by two tokens, which the mask still shows: no window holds them, so the dense cache serves the call."""
+    torch.manual_seed(0)
+    model, backend = Ragged(), kvcompile.backend(scheme, inner="eager")
+    compiled = torch.compile(copy.deepcopy(model), backend=backend)
+    with torch.no_grad():
+        for first in ((0, 0), (5, 3), (6, 4)):
+            count = 5 if first == (0, 0) else 1
+            x, pos = torch.randn(2, count, HEADS * DIM), torch.tensor(first)[:, None] + torch.arange(count)
+            mask = pos.max().expand(2, 1, 1, 1).clone() if given else None
+            torch.testing.assert_close(compiled(x, pos, mask), model(x, pos, mask))
+    assert backend.report().sites and "tokens of row 1 after a write at positions 3 to 3" in str(backend.report())
 
 
 class Counted(Static):

@@ -95,6 +95,8 @@ class TokenOrder:
                 raise error
         if why := _shown_again(form, state, first, call):
             return OutOfOrder(group, why, False)
+        if seen_behind := self._seen_behind(form, first, call):
+            return seen_behind
         ends = ends_of(state, rows)
         ahead = first > ends
         if not isinstance(ends, torch.Tensor) or not bool(ahead.any()):
@@ -105,6 +107,22 @@ class TokenOrder:
         if bool((ahead & (tops_of(state, rows) > ends)).any()):
             raise _forgotten(group, why)
         return OutOfOrder(group, why, False)
+
+    def _seen_behind(self, form: CacheForm, first: torch.Tensor, call: Call) -> OutOfOrder | None:
+        """Return the refusal of rows at different positions, if masks show a row tokens after its newest one; None otherwise."""
+        group = form.group
+        if not group.unbounded or not bool((first != first[0]).any()):
+            return None
+        first, count, seen = first.cpu(), form.count(call), self.mask_extent.row_ends(group.root, call)
+        behind = seen > first + count
+        if not bool(behind.any()):
+            return None
+        row = int(behind.nonzero()[0])
+        found, at = int(seen.expand_as(behind)[row]), int(first[row])
+        return OutOfOrder(group, (
+            f"attention sees {found} tokens of row {row} after a write at positions {at} to {at + count - 1}, and a window has no tokens after "
+            "the token of a row that was written last"
+        ), True)
 
     def _out_of_order(self, form: CacheForm, state: CacheState, held: Counts, start: int, count: int, call: Call) -> OutOfOrder | None:
         """Return why rows with the counts ``held`` cannot take ``count`` tokens from position ``start`` on, as a refusal; None if they can.

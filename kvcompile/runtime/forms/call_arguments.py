@@ -38,14 +38,15 @@ class SizeReader:
 class Call:
     """The arguments of one call; ``positions`` evaluates its token positions on first use.
 
-    ``ends``: results of ``MaskExtent`` so far, the end of the visible tokens by mask and by cache tensor. ``counters``: arguments that
-    determine positions and that the graph itself advances (see ``store.counters``).
+    ``ends``, ``row_ends``: results of ``MaskExtent`` so far, the end of the visible tokens by cache tensor, and of each row's by mask.
+    ``counters``: arguments that determine positions and that the graph itself advances (see ``store.counters``).
     """
 
     args: tuple[Any, ...]
     sizes: SizeReader
     positions: Callable[[], TokenPositions]
-    ends: dict[Any, int | None] = field(default_factory=dict)
+    ends: dict[Any, int] = field(default_factory=dict)
+    row_ends: dict[Any, torch.Tensor | None] = field(default_factory=dict)
     counters: tuple[torch.Tensor, ...] = ()
 
     def read(self, size: Any) -> int:

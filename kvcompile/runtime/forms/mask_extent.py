@@ -1,7 +1,8 @@
-"""Mask extent: the end of the tokens that a call's queries may see, evaluated from the graph's own masks."""
+"""Mask extent: the end of the tokens that a call's queries may see, of all rows or of each, evaluated from the graph's own masks."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection
 from typing import Any
 
@@ -17,6 +18,7 @@ from kvcompile.passes.match.mask.masks import hiding, shown_by
 from kvcompile.passes.match.sites import LimitKind, MaskTerm, Site
 from kvcompile.passes.plan.plan import Plan
 from kvcompile.runtime.forms.call_arguments import Call
+from kvcompile.runtime.forms.positions import by_row
 from kvcompile.runtime.forms.slot_groups import Group
 
 
@@ -36,6 +38,11 @@ class MaskExtent:
         sites = [site for site in self.sites if any(slot.root is root for slot in site.slots)]
         return max(self._site(site, call) for site in sites)
 
+    def row_ends(self, root: fx.Node, call: Call) -> torch.Tensor:
+        """Return the last position in the cache tensor ``root`` that any query of each row may see, plus one, int64 [1 or B] on the CPU."""
+        found = [self._rows(site, call) for site in self.sites if any(slot.root is root for slot in site.slots)]
+        return torch.stack(torch.broadcast_tensors(*found)).amax(0)
+
     def comes_from(self, group: Group, counters: Collection[int]) -> bool:
         """Return whether the extent of a group's attentions depends on no arguments but ``counters``, or follows from positions."""
         if not group.unbounded:
@@ -48,30 +55,40 @@ class MaskExtent:
         return all(entry.index in counters for entry in tensors)
 
     def _site(self, site: Site, call: Call) -> int:
-        attention = site.attention
-        total = call.read(value_of(attention.k).shape[attention.k_roles.index("T")])
-        most = min(total, self._limit(site, call))
-        return min([most, *[end for term in hiding(site.bounds) if (end := self._last_of(term, call)) is not None]])
+        total, limit = self._total(site, call), int(self._limit(site, call).max())
+        return min([total, limit, *[int(ends.max()) for term in hiding(site.bounds) if (ends := self._ends_of(term, site, call)) is not None]])
 
-    def _limit(self, site: Site, call: Call) -> int:
-        """Return the last position that a site's upper limit allows, plus one."""
+    def _rows(self, site: Site, call: Call) -> torch.Tensor:
+        """Return where the tokens end that a site shows to each row, int64 [1 or B] on the CPU."""
+        masks = [ends.cpu() for term in hiding(site.bounds) if (ends := self._ends_of(term, site, call)) is not None]
+        return functools.reduce(torch.minimum, masks, self._limit(site, call).cpu().clamp(max=self._total(site, call)))
+
+    def _total(self, site: Site, call: Call) -> int:
+        attention = site.attention
+        return call.read(value_of(attention.k).shape[attention.k_roles.index("T")])
+
+    def _limit(self, site: Site, call: Call) -> torch.Tensor:
+        """Return the last position that a site's upper limit allows each row, plus one, int64 [1 or B]."""
         hi, attention = site.bounds.hi, site.attention
         if hi.kind is LimitKind.ALL:
-            return call.read(value_of(attention.k).shape[attention.k_roles.index("T")])
+            return torch.tensor([self._total(site, call)], device="cpu")
         offset = call.read(hi.shift)
         if hi.kind is LimitKind.NODE:
             assert hi.node is not None
-            return int(call.positions().values[hi.node].max()) + offset + 1
+            return call.positions().values[hi.node].amax(-1).to(torch.int64) + offset + 1
         own = call.read(size_along(attention.q, attention.q_roles, "S", attention.folded)) - 1 if hi.kind is LimitKind.OWN else 0
-        return own + offset + 1
+        return torch.tensor([own + offset + 1], device="cpu")
 
-    def _last_of(self, term: MaskTerm, call: Call) -> int | None:
-        """Return the last position that a mask shows to any query, plus one; None if the mask comes from a cache. Cached by call."""
-        if term not in call.ends:
-            call.ends[term] = self._last(term, call.args)
-        return call.ends[term]
+    def _ends_of(self, term: MaskTerm, site: Site, call: Call) -> torch.Tensor | None:
+        """Return the last position that a mask shows to any query of each row, plus one, int64 [1 or B]; None if it comes from a cache.
 
-    def _last(self, term: MaskTerm, args: tuple[Any, ...]) -> int | None:
+        Cached by call.
+        """
+        if term not in call.row_ends:
+            call.row_ends[term] = self._ends(term, site.key.batch, call.args)
+        return call.row_ends[term]
+
+    def _ends(self, term: MaskTerm, batch: Any, args: tuple[Any, ...]) -> torch.Tensor | None:
         if term not in self.shown:
             caches = {slot.placeholder for site in self.sites for slot in site.slots}
             behind = nx.ancestors(dataflow(self.captured, self.effects), term.node)
@@ -83,5 +100,5 @@ class MaskExtent:
         given = [args[index] for index in taken]
         with torch.no_grad():
             (mask,) = module(*[item.clone() if writes and isinstance(item, torch.Tensor) else item for item in given])
-        tokens = shown_by(term, mask).movedim(term.roles.index("T"), -1).flatten(0, -2).any(0).nonzero()
-        return int(tokens.max()) + 1 if len(tokens) else 0
+        seen = by_row(shown_by(term, mask), term.roles, batch)
+        return torch.where(seen, torch.arange(1, seen.shape[1] + 1, device=seen.device), 0).amax(1)

@@ -38,13 +38,7 @@ class TokenPositions:
         """Return the first visible position of each row in a site's masks, int64 [B]; None if masks do not differ by row."""
         found = None
         for term in padding(site.bounds):
-            seen = shown_by(term, self.masks[term.node])
-            rows, token = next(dim for dim, role in enumerate(term.roles) if "B" in role), term.roles.index("T")
-            rest = [dim for dim in range(seen.dim()) if dim not in {rows, token}]
-            seen = seen.permute(rows, token, *rest).flatten(2).any(-1) if rest else seen.permute(rows, token)
-            if len(term.roles[rows]) > 1:
-                outer = term.roles[rows][0] == "B"
-                seen = torch.unflatten(seen, 0, (site.key.batch, -1) if outer else (-1, site.key.batch)).any(1 if outer else 0)
+            seen = by_row(shown_by(term, self.masks[term.node]), term.roles, site.key.batch)
             first = (seen.cumsum(1) == 0).sum(1)
             found = first if found is None else torch.maximum(found, first)
         return found
@@ -71,6 +65,19 @@ class TokenPositions:
     def visible(self, limits: tuple[Limit, ...]) -> int:
         """Return the number of tokens that the furthest query may see by these limits; 0 if they have no positions."""
         return max((int(self.values[limit.node].max()) + limit.offset + 1 for limit in limits if limit.node in self.values), default=0)
+
+
+def by_row(seen: torch.Tensor, roles: tuple[str, ...], batch: Any) -> torch.Tensor:
+    """Return which tokens a mask with dims of ``roles`` shows to some query of each of ``batch`` rows, bool [1 or B, T]."""
+    token, rows = roles.index("T"), next((dim for dim, role in enumerate(roles) if "B" in role), None)
+    if rows is None:
+        return seen.movedim(token, -1).flatten(0, -2).any(0)[None] if seen.dim() > 1 else seen[None]
+    rest = [dim for dim in range(seen.dim()) if dim not in {rows, token}]
+    seen = seen.permute(rows, token, *rest).flatten(2).any(-1) if rest else seen.permute(rows, token)
+    if len(roles[rows]) > 1:
+        outer = roles[rows][0] == "B"
+        seen = torch.unflatten(seen, 0, (batch, -1) if outer else (-1, batch)).any(1 if outer else 0)
+    return seen
 
 
 class PositionReader:
