@@ -310,9 +310,8 @@ class CompileError(KvcompileError):
 
 class SiteRefused(CompileError):
     template = (
-        "strict=True and {count} attention site(s) cannot be rewritten:\n{refusals}\n"
-        "change the model as said, leave the layer out by giving its path None in a per-layer policy, or pass strict=False to leave "
-        "it as it was"
+        "strict=True and {count} attention site(s) cannot be rewritten:\n{refusals}\nchange the model as said, leave the layer out by "
+        "giving its path None in a per-layer policy, or pass strict=False to leave it as it was"
     )
 
 
@@ -352,10 +351,7 @@ class SizesFixed(NotCompiled):
 
 
 class CallRefused(KvcompileError):
-    """Base of the errors for a call that a compressed cache cannot serve but a dense one can; raised before anything is written.
-
-    Raised with ``strict=True``; otherwise the call runs over the dense cache (``runtime.call.dense_calls``) and the message is a warning.
-    """
+    """Base of the errors for a call that only a dense cache can serve: raised before any write with ``strict``, else a warning."""
 
 
 class SchemeChanged(CallRefused):
@@ -452,6 +448,10 @@ class Unsupported(KvcompileError):
 
 class NotServed(Unsupported, CallRefused):
     """A call that no variant of a rewritten graph can serve; the captured graph without its rewrite can."""
+
+
+class TokensForgotten(Unsupported):
+    """Tokens that follow others which a scheme with a window dropped when an earlier call went back."""
 
 
 class TargetError(KvcompileError):

@@ -53,6 +53,8 @@ CORPUS: tuple[tuple[int, Choice], ...] = (
     # A row that went back while its mask still showed it the tokens of the furthest.
     (1007074, {"layout": "tokens-first", "mask": "furthest", "places": "own-lengths", "scheme": "squat"}),
     (1, {"layout": "assigned", "mask": "furthest", "places": "accepted", "given": "bool", "scheme": "kivi"}),
+    # Rows that are encoded twice: no loss, where tokens are made of a scheme's levels.
+    (1007578, {"layout": "tokens-first", "places": "accepted", "event": "all-negated", "then": "row-negated", "scheme": "gauss"}),
     # Scores misread, and validated by calls whose queries saw one token.
     (1, {"layout": "sliced", "mask": "half-steps", "scores": "int"}),
     (1, {"layout": "sliced", "mask": "every-second", "cast": "int16", "scores": "cap-negative"}),
@@ -74,3 +76,10 @@ UNLOOKED: tuple[tuple[Choice, str], ...] = (
     ({"scheme": "int8", "mask": "furthest"}, "RIGHT"), ({"scheme": "kivi", "mask": "furthest", "chunks": "20,1,1,5,1,1"}, "RIGHT"),
 )
 """Programs of seed 1, and what comes of them where the host does not look where calls write, by the name of a ``trial.Found``."""
+
+FORGOTTEN: tuple[Choice, ...] = (
+    {"scheme": "normed", "layout": "scatter", "chunks": "20,1,1,5,1,1", "event": "back-to-zero", "then": "ahead-one"},
+    {"scheme": "certified", "chunks": "20,1,1,5,1,1", "event": "back-blocks", "then": "ahead-five"},
+    {"scheme": "smartkv", "chunks": "20,1,1,5,1,1", "event": "back-blocks", "then": "ahead-five"},
+)
+"""Programs of seed 1 that go back, and then skip tokens that a window has dropped: the step raises, and all before it is right."""

@@ -11,8 +11,9 @@ from torch import nn
 
 from benchmarks.fuzz.expressions import BATCH, BLOCK, CAPACITY, DIM, ENCODED, HEADS, LONG, RING
 from benchmarks.fuzz.features import Choice
-from benchmarks.fuzz.schemes import SCHEMES, Magnitudes
+from benchmarks.fuzz.schemes import LEVEL_COUNTS, SCHEMES, Magnitudes
 from benchmarks.fuzz.writing import Text, heads_of, written
+from kvcompile.schemes.gauss import ABOVE_ZERO
 
 Tensor = torch.Tensor
 _NUMBERS = itertools.count()
@@ -46,12 +47,24 @@ def drawn_tokens(shape: tuple[int, ...], choice: Choice) -> Tensor:
     if magnitudes is Magnitudes.FREE:
         return made
     made = torch.where(made < 0, -1.0, 1.0)
-    return made * 2.0 ** torch.randint(-1, 2, (*shape[:3], 1)) if magnitudes is Magnitudes.TOKEN else made
+    if magnitudes is Magnitudes.LEVELS:
+        made *= _levels(shape)
+    return made if magnitudes is Magnitudes.ONE else made * 2.0 ** torch.randint(-1, 2, (*shape[:3], 1))
+
+
+def _levels(shape: tuple[int, ...]) -> Tensor:
+    """Return magnitudes of gauss's levels, in a random order in each 16 channels of the last dim."""
+    order = torch.rand((*shape[:-1], shape[-1] // DIM, DIM)).argsort(-1)
+    return torch.tensor(ABOVE_ZERO[4]).repeat_interleave(torch.tensor(LEVEL_COUNTS))[order].view(shape)
 
 
 def unwritten(shape: tuple[int, ...], choice: Choice) -> Tensor:
     """Return a cache that nobody wrote to yet."""
     kind = choice["unwritten"]
+    if kind != "zeros" and SCHEMES[choice["scheme"]].magnitudes is Magnitudes.LEVELS:
+        across = shape[-2] == DIM and choice["layout"] == "keys-transposed"
+        held = _levels((*shape[:-2], shape[-1], DIM)).mT if across else _levels(shape)
+        return held * {"noise": torch.where(torch.randn(shape) < 0, -1.0, 1.0), "ones": 1.0, "nines": 8.0}[kind]
     if kind == "noise":
         return torch.randn(shape) if choice["scheme"] == "dense" else torch.where(torch.randn(shape) < 0, -1.0, 1.0)
     return torch.full(shape, {"zeros": 0.0, "ones": 1.0, "nines": 9.0}[kind])

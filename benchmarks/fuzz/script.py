@@ -162,6 +162,16 @@ class Run:
             ends = first + pos.shape[1]
         return False
 
+    def skips_forgotten(self) -> bool:
+        """Whether a row once went back, and later skipped positions of the tokens that it had held there."""
+        ends = tops = torch.zeros(BATCH, dtype=torch.int64)
+        for pos in self.places:
+            if bool(((pos[:, 0] > ends) & (tops > ends)).any()):
+                return True
+            ends = pos.amax(1) + 1
+            tops = torch.maximum(tops, ends)
+        return False
+
     def _settle_rows(self, count: int) -> None:
         """Let rows fall behind: one for good where lengths are their own, one after the other where drafts are refused."""
         if self.choice["places"] == "own-lengths" and not self.past:

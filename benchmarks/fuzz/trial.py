@@ -14,10 +14,10 @@ import torch
 import kvcompile
 from benchmarks.fuzz.features import PLAIN, Choice
 from benchmarks.fuzz.modules import Fuzzed, forgotten, module_of
-from benchmarks.fuzz.schemes import SCHEMES, WINDOWED
+from benchmarks.fuzz.schemes import OF_ONES, SCHEMES, WINDOWED
 from benchmarks.fuzz.script import Run
 from benchmarks.fuzz.writing import Text
-from kvcompile.errors import TokensOutOfOrder
+from kvcompile.errors import TokensForgotten, TokensOutOfOrder
 from kvcompile.runtime.store import host_reads
 
 Tensor = torch.Tensor
@@ -38,7 +38,7 @@ class Found(enum.Enum):
     RIGHT = "rewritten and right"
     REFUSED = "refused and right"
     NOTED = "different only for queries that see no token, as the report says"
-    TOLD = "NaN for rows out of order that no host looked at, or the error that says so"
+    TOLD = "NaN for rows out of order that no host looked at, or the error that says so; the error for tokens that a window forgot"
     OUTSIDE = "the module itself fails, or stock torch.compile"
     DIFFERENT = "silently different"
     FAULT = "failed because of us"
@@ -77,7 +77,9 @@ def allowed_of(choice: Choice, way: Way) -> float:
     rough = sum(more for (feature, value), more in ROUGH.items() if choice[feature] == value)
     if choice["dtype"] != "float32":
         rough += sum(more for (feature, value), more in ROUGH_16.items() if choice[feature] == value)
-    return (1 if way.inner == "eager" and way.device == "cpu" else 4) * ALLOWED[choice["dtype"]] + rough + SCHEMES[choice["scheme"]].loss
+    scheme = SCHEMES[choice["scheme"]]
+    loss = scheme.loss + (scheme.of_ones if OF_ONES & choice.items() else 0.0)
+    return (1 if way.inner == "eager" and way.device == "cpu" else 4) * ALLOWED[choice["dtype"]] + rough + loss
 
 
 def worst(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:
@@ -107,8 +109,16 @@ def _told(expected: Run, found: Run, choice: Choice, way: Way, allowed: float) -
 
     Stock has numbers for such rows: nothing here is right, but nobody takes it for a number.
     """
-    if way.looks or choice["scheme"] not in WINDOWED or not expected.out_of_order():
-        return False
+    return not way.looks and choice["scheme"] in WINDOWED and expected.out_of_order() and _equal_so_far(expected, found, allowed)
+
+
+def _forgotten(expected: Run, found: Run, allowed: float) -> bool:
+    """Whether results are equal up to a call that skips tokens which an earlier one, that went back, has dropped from a window."""
+    return found.skips_forgotten() and _equal_so_far(expected, found, allowed)
+
+
+def _equal_so_far(expected: Run, found: Run, allowed: float) -> bool:
+    """Whether results and caches, as far as they go, differ only in rows that are NaN throughout."""
     for a, b in zip(expected.results, found.results, strict=False):
         numbers = ~b.isnan().flatten(1).all(1)
         if worst([a[numbers]], [b[numbers]]) > allowed:
@@ -174,6 +184,10 @@ def _tried(seed: int, choice: Choice, way: Way, plain: Fuzzed, text: Text) -> Re
     except TokensOutOfOrder as raised:
         failed = repr(raised)[:400]
         if _told(expected, runs[-1], choice, way, allowed):
+            return Result(seed, choice, Found.TOLD, failed)
+    except TokensForgotten as raised:
+        failed = repr(raised)[:400]
+        if _forgotten(expected, runs[-1], allowed):
             return Result(seed, choice, Found.TOLD, failed)
     except Exception as raised:
         failed = repr(raised)[:400]

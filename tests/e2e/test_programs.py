@@ -19,7 +19,7 @@ from torch import nn
 
 import kvcompile
 import kvcompile.lowering.compile
-from kvcompile.errors import SiteRefused, Unsupported
+from kvcompile.errors import SiteRefused, TokensForgotten, Unsupported
 
 Tensor = torch.Tensor
 KIVI = "kivi(group=16)"
@@ -260,7 +260,7 @@ def test_a_mask_that_shows_what_a_window_forgot(caplog: Any) -> None:
 
 
 def test_tokens_that_were_forgotten_are_missed() -> None:
-    with pytest.raises(Unsupported, match="the tokens between them were dropped"):
+    with pytest.raises(TokensForgotten, match="the tokens between them were dropped"):
         check(by_position(Positioned, [(0, 20), (5, 1), (20, 1)]), KIVI)
 
 

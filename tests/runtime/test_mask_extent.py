@@ -62,7 +62,8 @@ def test_which_tokens_each_row_is_shown(roles: tuple[str, ...], shape: tuple[int
     rows = torch.zeros(2, HEADS, 3, 8, dtype=torch.bool)
     rows[0, -1, -1, 4] = rows[1, -1, -1, 2] = True
     made = {
-        ("B", "", "S", "T"): rows.any(1, keepdim=True), ("BH", "S", "T"): rows.flatten(0, 1), ("HB", "S", "T"): rows.transpose(0, 1).flatten(0, 1),
+        ("B", "", "S", "T"): rows.any(1, keepdim=True), ("BH", "S", "T"): rows.flatten(0, 1),
+        ("HB", "S", "T"): rows.transpose(0, 1).flatten(0, 1),
         ("T", "B"): rows.any(1).any(1).t(), ("S", "T"): rows.any(0).any(0), ("T",): rows.any(0).any(0).any(0),
     }[roles]
     assert made.shape == shape

@@ -7,16 +7,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks.fuzz import workers
 from benchmarks.fuzz.choices import drawn
-from benchmarks.fuzz.corpus import CORPUS, UNLOOKED
+from benchmarks.fuzz.corpus import CORPUS, FORGOTTEN, UNLOOKED
+from benchmarks.fuzz.expressions import BATCH, DIM, HEADS
 from benchmarks.fuzz.features import FEATURES, NAMES, PLAIN, completed, odd, together
+from benchmarks.fuzz.modules import drawn_tokens, module_of, unwritten
 from benchmarks.fuzz.records import OtherRun, Record
 from benchmarks.fuzz.schemes import SCHEMES
+from benchmarks.fuzz.script import Run
 from benchmarks.fuzz.shrinking import shrunk
 from benchmarks.fuzz.trial import Found, Result, Way, tried
 from kvcompile import schemes
+from kvcompile.types import Role, SlotSpec
 
 GOOD = {Found.RIGHT, Found.REFUSED, Found.NOTED, Found.OUTSIDE}
 SEEDS = 32
@@ -47,6 +52,27 @@ def test_where_the_host_does_not_look_no_number_is_wrong(given: dict[str, str], 
     assert found != "TOLD" or tried(1, given).found is Found.RIGHT
 
 
+@pytest.mark.parametrize("given", FORGOTTEN)
+def test_tokens_that_a_window_dropped_are_told(given: dict[str, str]) -> None:
+    result = tried(1, given)
+    assert result.found is Found.TOLD and "TokensForgotten" in result.said
+
+
+@pytest.mark.parametrize(("events", "forgotten"), [
+    (("back-blocks", "ahead-one"), True), (("back-three", "ahead-one"), False), (("ahead-one", "back-three"), False),
+    (("back-three", "nothing"), False),
+    (("ahead-one", "ahead-five"), False),
+])
+def test_a_script_that_skips_what_it_dropped_is_known(events: tuple[str, str], forgotten: bool) -> None:
+    """No other script may end with that error."""
+    choice = completed({"chunks": "20,1,1,5,1,1", "event": events[0], "then": events[1]})
+    assert choice is not None
+    module, text, _ = module_of(choice)
+    run = Run(module, text, choice, lambda module: module, "cpu")
+    run.play()
+    assert run.skips_forgotten() is forgotten
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_plain_program_is_rewritten_under_every_scheme(scheme: str) -> None:
     """What a scheme loses stays far below what a lost token would change: over half of it would be a loss that nobody explains."""
@@ -55,6 +81,19 @@ def test_a_plain_program_is_rewritten_under_every_scheme(scheme: str) -> None:
     result = tried(1, choice)
     assert result.found is Found.RIGHT
     assert float(result.said) <= max(SCHEMES[scheme].loss * 0.7, 1e-5)
+
+
+@pytest.mark.parametrize("name", ["int8", "nf4", "gauss"])
+def test_tokens_are_stored_again_as_they_are_stored_once(name: str) -> None:
+    """Events write rows that were decoded: what each encoding lost would add up, and hide a lost token."""
+    choice = PLAIN | {"scheme": name}
+    scheme, slot = schemes.parse(SCHEMES[name].text), SlotSpec(HEADS, DIM, torch.float32, Role.VALUE)
+    x = drawn_tokens((BATCH, HEADS, 7, DIM), choice)
+    for made in (x, unwritten(x.shape, choice | {"unwritten": "nines"})):
+        kept = made
+        for _ in range(3):
+            kept = -scheme.decode(scheme.encode(kept), slot)
+        torch.testing.assert_close(kept, -made, rtol=SCHEMES[name].loss, atol=0.0)
 
 
 def test_every_scheme_of_the_package_is_fuzzed() -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvcompile.errors import Unsupported
+from kvcompile.errors import TokensForgotten
 from kvcompile.runtime.forms.call_arguments import Call
 from kvcompile.runtime.forms.form import CacheForm
 from kvcompile.runtime.forms.mask_extent import MaskExtent
@@ -48,7 +48,7 @@ class TokenOrder:
     ) -> OutOfOrder | None:
         """Return the refusal of the first group that cannot take a call's tokens or rows; None if all can.
 
-        Raises Unsupported if tokens before the call's were lost by a rollback, TokensOutOfOrder for a broken row.
+        Raises TokensForgotten if tokens before the call's were lost by a rollback, TokensOutOfOrder for a broken row.
         """
         for form, state, start, count in zip(forms, states, starts, counts, strict=True):
             rows = form.rows(call)
@@ -120,14 +120,14 @@ class TokenOrder:
         row = int(behind.nonzero()[0])
         found, at = int(seen.expand_as(behind)[row]), int(first[row])
         return OutOfOrder(group, (
-            f"attention sees {found} tokens of row {row} after a write at positions {at} to {at + count - 1}, and a window has no tokens after "
-            "the token of a row that was written last"
+            f"attention sees {found} tokens of row {row} after a write at positions {at} to {at + count - 1}, and a window has no tokens "
+            "after the token of a row that was written last"
         ), True)
 
     def _out_of_order(self, form: CacheForm, state: CacheState, held: Counts, start: int, count: int, call: Call) -> OutOfOrder | None:
         """Return why rows with the counts ``held`` cannot take ``count`` tokens from position ``start`` on, as a refusal; None if they can.
 
-        Raises Unsupported if tokens before the call's were lost by a rollback.
+        Raises TokensForgotten if tokens before the call's were lost by a rollback.
         """
         group, length = form.group, held.length
         if start > length:
@@ -168,9 +168,9 @@ def _shown_again(form: CacheForm, state: CacheState, first: torch.Tensor, call: 
     )
 
 
-def _forgotten(group: Group, why: str) -> Unsupported:
+def _forgotten(group: Group, why: str) -> TokensForgotten:
     """Return the error for a call after tokens that a rollback dropped from a window; ``why``: the gap in the positions."""
-    return Unsupported(
+    return TokensForgotten(
         expected="tokens in their order", found=f"{why}; the tokens between them were dropped when a call went back",
         where=group.where, todo="write them again, or use a scheme without a window for this layer",
     )

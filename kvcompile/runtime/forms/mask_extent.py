@@ -41,7 +41,7 @@ class MaskExtent:
     def row_ends(self, root: fx.Node, call: Call) -> torch.Tensor:
         """Return the last position in the cache tensor ``root`` that any query of each row may see, plus one, int64 [1 or B] on the CPU."""
         found = [self._rows(site, call) for site in self.sites if any(slot.root is root for slot in site.slots)]
-        return torch.stack(torch.broadcast_tensors(*found)).amax(0)
+        return functools.reduce(torch.maximum, found)
 
     def comes_from(self, group: Group, counters: Collection[int]) -> bool:
         """Return whether the extent of a group's attentions depends on no arguments but ``counters``, or follows from positions."""
@@ -55,13 +55,16 @@ class MaskExtent:
         return all(entry.index in counters for entry in tensors)
 
     def _site(self, site: Site, call: Call) -> int:
-        total, limit = self._total(site, call), int(self._limit(site, call).max())
-        return min([total, limit, *[int(ends.max()) for term in hiding(site.bounds) if (ends := self._ends_of(term, site, call)) is not None]])
+        return min([self._total(site, call), int(self._limit(site, call).max()), *[int(ends.max()) for ends in self._masks(site, call)]])
 
     def _rows(self, site: Site, call: Call) -> torch.Tensor:
         """Return where the tokens end that a site shows to each row, int64 [1 or B] on the CPU."""
-        masks = [ends.cpu() for term in hiding(site.bounds) if (ends := self._ends_of(term, site, call)) is not None]
+        masks = [ends.cpu() for ends in self._masks(site, call)]
         return functools.reduce(torch.minimum, masks, self._limit(site, call).cpu().clamp(max=self._total(site, call)))
+
+    def _masks(self, site: Site, call: Call) -> list[torch.Tensor]:
+        """Return where the tokens end that each mask of a site shows to each row, without masks that come from a cache."""
+        return [ends for term in hiding(site.bounds) if (ends := self._ends_of(term, site, call)) is not None]
 
     def _total(self, site: Site, call: Call) -> int:
         attention = site.attention
