@@ -13,7 +13,7 @@ from test_paged_kernels import APART, BF16, OF_TABLES, SCHEMES, Case, asked, fil
 
 from kvcompile.lowering.host.launches import Direct, Launcher
 from kvcompile.lowering.paged.config import PagedAttend
-from kvcompile.lowering.paged.prompts import PromptPlaces, PromptPlan
+from kvcompile.lowering.paged.prompts import LEAST, PromptPlaces, PromptPlan
 from kvcompile.types import Role, SlotSpec
 
 ROWS = ((200, 150), (0, 0), (70, 1), (300, 129), (40, 127), (100, 140))
@@ -77,7 +77,7 @@ def takes_over_as_the_body(case: Case, launcher: Launcher, max_length: int = 0, 
 
     given, plan, (want, logs) = planned(case, max_length, launcher.cuda)
     assert plan is not None
-    plan = dataclasses.replace(plan, heads=heads or plan.heads)
+    plan = dataclasses.replace(plan, heads=heads or plan.heads, least=LEAST)
     places = placed(given, plan, launcher)
     out, lse = torch.full_like(want, 99.0), torch.full_like(logs, 99.0)
     take_over(given, plan, places, (out, lse), launcher, flashed)
@@ -117,9 +117,11 @@ def together() -> None:
     from kvcompile.lowering.decode.site import Machine
     from kvcompile.lowering.paged.prompts import attend_with_prompts
 
-    for case in (Case("int4", "int8", ((140, 130), (0, 0), (70, 1), (50, 20)), group=2, dim=32, value_dim=32, sinks=True), CASES[1]):
+    mixed = Case("int4", "int8", ((140, 130), (0, 0), (70, 1), (50, 20)), group=2, dim=32, value_dim=32, sinks=True)
+    for case, least in ((mixed, LEAST), (mixed, 1), (CASES[1], 1)):
         given, plan, (want, logs) = planned(case)
         assert plan is not None
+        plan = dataclasses.replace(plan, least=least, places=plan.places if least == LEAST else len(case.rows))
         out, lse = attend_with_prompts(given, plan, Machine(1, 232448), Direct(False), flashed)
         torch.testing.assert_close(out, want, atol=APART[case.dtype], rtol=APART[case.dtype])
         torch.testing.assert_close(lse, logs, atol=APART[case.dtype], rtol=APART[case.dtype])
@@ -140,6 +142,7 @@ def bounded() -> None:
     for wrong, length in ((-1, 200), (10_000, 200), (None, 160)):
         given, plan, (want, _) = planned(case, length)
         assert plan is not None
+        plan = dataclasses.replace(plan, least=LEAST)
         assert plan.room == -(-length // 64) * 64
         if wrong is not None:
             given.block_table[0, 3] = wrong
@@ -164,7 +167,10 @@ def test_what_flash_attention_does_not_take_has_no_plan(change: dict[str, object
 def test_a_scratch_has_a_limit_and_so_has_a_call_of_many_prompts() -> None:
     given, plan, _ = planned(Case(rows=((2000, 128), (300, 256)), heads=2))
     assert plan is not None
-    assert (plan.least, plan.places, plan.heads) == (128, 2, 2)
+    assert (plan.least, plan.places, plan.heads) == (1, 2, 2), "most requests are long: all go through the scratch"
+    _, few, _ = planned(Case(rows=((300, 140), *((20, 1),) * 5), heads=2))
+    assert few is not None
+    assert (few.least, few.places) == (128, 1)
     from kvcompile.lowering.paged.prompts import MOST_SCRATCH, plan_of
 
     for tokens in (1 << 20, 1 << 21):
@@ -172,7 +178,7 @@ def test_a_scratch_has_a_limit_and_so_has_a_call_of_many_prompts() -> None:
         made = plan_of(longer, False)
         assert made is not None
         assert made.places * made.room * made.heads * 2 * 64 * 2 <= MOST_SCRATCH
-        assert made.least == (128 if tokens == 1 << 20 else 256)
+        assert made.least == (1 if tokens == 1 << 20 else 256)
     assert plan_of(dataclasses.replace(given, max_length=1 << 23), False) is None
 
 

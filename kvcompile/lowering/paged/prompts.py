@@ -49,7 +49,10 @@ MERGED_HEADS = 32
 
 @dataclasses.dataclass(frozen=True)
 class PromptPlan:
-    """How a call with long prompts is run: the fewest queries of a long one, places, tokens of a place, kv heads at a time, slots."""
+    """How a call with long prompts is run: the fewest queries of a long one, places, tokens of a place, kv heads at a time, slots.
+
+    ``least`` is 1 if the kernel of steps has nothing to do.
+    """
 
     least: int
     places: int
@@ -102,8 +105,12 @@ def plan_of(given: PagedAttend, packed: bool) -> PromptPlan | None:
     if key is None or value is None:
         return None
     room = -(-(given.max_length or given.block_table.shape[1] * given.page) // TOKENS) * TOKENS
-    least, head = LEAST, room * 2 * dim * dtype.itemsize
-    while (places := min(given.block_table.shape[0], given.q.shape[0] // least)) * head > MOST_SCRATCH:
+    (tokens, *_), requests = given.q.shape, given.block_table.shape[0]
+    head = room * 2 * dim * dtype.itemsize
+    # If the queries are enough for most requests to be long, all are taken for long, and the kernel of steps need not run.
+    whole = 2 * tokens >= LEAST * requests and requests * head <= MOST_SCRATCH
+    least = 1 if whole else LEAST
+    while (places := min(requests, tokens // least)) * head > MOST_SCRATCH:
         least *= 2
         if least > given.max_queries:
             return None
@@ -221,9 +228,15 @@ def attend_with_prompts(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return results [T, H, Dv] and log-sums [T, H]: long prompts by ``flashed`` over their scratch, others by the kernel of steps."""
     places = placed(given, plan, launcher)
-    # Those of long prompts are written over, whatever they are.
-    others = dataclasses.replace(given, lengths=places.others, max_queries=plan.least - 1)
-    results = attend_by_kernels(others, machine, launcher)
+    if plan.least == 1:
+        tokens, heads, _ = given.q.shape
+        # Queries in no row see nothing.
+        lse = given.q.new_full((tokens, heads), float("-inf"), dtype=torch.float32)
+        results = given.q.new_zeros(tokens, heads, given.value_dim), lse
+    else:
+        # Those of long prompts are written over, whatever they are.
+        others = dataclasses.replace(given, lengths=places.others, max_queries=plan.least - 1)
+        results = attend_by_kernels(others, machine, launcher)
     take_over(given, plan, places, results, launcher, flashed)
     return results
 
