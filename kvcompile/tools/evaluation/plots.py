@@ -89,29 +89,75 @@ def accuracy(row: Measured, length: int | None = None) -> float:
 def by_bytes(results: Results, to: Path) -> None:
     """Draw each scheme's KL, and right answers if questions were asked, against the longest cache's share of dense bytes, into file ``to``.
 
-    Schemes whose dense bytes are not known are left out. A KL below 1e-9 is drawn as 1e-9, as the axis is logarithmic.
+    Points are labelled, and a line joins the schemes that no other beats in KL at fewer bytes. Schemes whose dense bytes are not known are
+    left out. A KL below 1e-9 is drawn as 1e-9, as the axis is logarithmic.
     """
     asked = bool(results.reference.tasks)
     figure, axes = _axes(2 if asked else 1)
+    lost: dict[str, tuple[float, float]] = {}
+    right: dict[str, tuple[float, float]] = {}
     for number, row in enumerate(results.schemes):
         if not row.dense_bytes:
             continue
-        point = {"linestyle": "none", **style(number)}
+        point = {"linestyle": "none", "markersize": 4, "linewidth": 1, **style(number)}
         held = 100 * row.cache_bytes / row.dense_bytes
         kl = results.compared(row).kl
         # A logarithmic axis cannot show zero.
         value, low, high = (max(1e-9, item) for item in (kl.value, kl.low, kl.high))
-        axes[0].errorbar([held], [value], yerr=[[max(0.0, value - low)], [max(0.0, high - value)]], label=row.scheme, **point)
+        axes[0].errorbar([held], [value], yerr=[[max(0.0, value - low)], [max(0.0, high - value)]], **point)
+        lost[row.scheme] = held, value
         if asked:
             share = row.share()
             below, above = max(0.0, share.value - share.interval[0]), max(0.0, share.interval[1] - share.value)
-            axes[1].errorbar([held], [share.value], yerr=[[below], [above]], label=row.scheme, **point)
+            axes[1].errorbar([held], [share.value], yerr=[[below], [above]], **point)
+            right[row.scheme] = held, share.value
+    edge = frontier(list(lost.values()))
+    axes[0].plot([held for held, _ in edge], [value for _, value in edge], color="lightgray", zorder=0)
     axes[0].set(xlabel="bytes held, % of dense", ylabel="KL, nats a token", yscale="log")
     if asked:
         axes[1].axhline(accuracy(results.reference), linestyle=":", color="gray", label="uncompressed")
         axes[1].set(xlabel="bytes held, % of dense", ylabel="right answers, all tasks", ylim=(-0.02, 1.02))
-    axes[-1].legend(fontsize=7)
+        axes[1].legend(fontsize=7, loc="lower right")
+    for axis, points in zip(axes, (lost, right), strict=False):
+        _share_axis(axis)
+        _label(axis, points)
     figure.savefig(to, dpi=120)
+
+
+def frontier(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the points (bytes, KL) that no other point beats in one number without being worse in the other, by bytes."""
+    best: list[tuple[float, float]] = []
+    for held, value in sorted(points):
+        if not best or value < best[-1][1]:
+            best.append((held, value))
+    return best
+
+
+def _share_axis(axis: Any) -> None:
+    """Make the axis of bytes logarithmic, with percents as they are written."""
+    from matplotlib.ticker import NullFormatter
+
+    ticks = [15, 20, 25, 30, 40, 50, 70, 100, 150, 200]
+    low, high = axis.get_xlim()
+    axis.set_xscale("log")
+    axis.set_xlim(max(low, 1.0) * 0.85, high * 1.25)
+    axis.set_xticks([tick for tick in ticks if low <= tick <= high * 1.25], [str(tick) for tick in ticks if low <= tick <= high * 1.25])
+    axis.xaxis.set_minor_formatter(NullFormatter())
+
+
+def _label(axis: Any, points: dict[str, tuple[float, float]]) -> None:
+    """Write each point's name beside it, where no name stands yet: to the right, to the left, or a line above or below."""
+    taken: list[tuple[float, float, float]] = []
+    for name, point in sorted(points.items(), key=lambda item: item[1][::-1]):
+        x, y = axis.transData.transform(point)
+        width = 4.6 * len(name) + 8
+        for side, lift in ((1, 0), (-1, 0), (1, 9), (-1, 9), (1, -9), (-1, -9), (1, 18), (1, -18)):
+            begin = x + 4 if side > 0 else x - 4 - width
+            if all(abs(y + lift - other) >= 9 or begin + width < start or begin > end for start, end, other in taken):
+                break
+        taken.append((begin, begin + width, y + lift))
+        align = "left" if side > 0 else "right"
+        axis.annotate(name, point, (4 * side, lift * 0.72), textcoords="offset points", fontsize=6, ha=align, va="center")
 
 
 def by_length(results: Results, to: Path) -> None:
