@@ -289,7 +289,7 @@ class SlidingNeedsTokens(SchemeError):
 class PagedNeedsTokens(SchemeError):
     template = (
         "expected a scheme that encodes each token separately for a cache that is read through a gather, found {scheme!r}, which {why}; "
-        "use dense, int8, int4 or fp8 for this layer, without a window or sinks"
+        "use dense, int8, fp8, int4, nf4, gauss, beyond or static scales for this layer, without a window or sinks"
     )
 
 

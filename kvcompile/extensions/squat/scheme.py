@@ -188,7 +188,7 @@ class Squat(Kivi):
             return None
         return (
             f"{self.name}: lam={self.lam:g} multiplies squared singular values, which grow with the prompt; above "
-            f"{STRONG_LAM:g} the source found answers to fail: lower it, or pass unit=diagonal"
+            f"{STRONG_LAM:g} it only did harm in SQuat's own ablation (Table 3): lower it, or pass unit=diagonal"
         )
 
     def for_role(self, role: Role) -> Kivi:
