@@ -9,6 +9,7 @@ otherwise. Sites that are equal programs are tried once.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from kvcompile.passes.graph.effects import Effects
 from kvcompile.passes.match.sites import LimitKind, Site
 from kvcompile.validation.coverage import Coverage
 from kvcompile.validation.cpu_program import plain, unguarded
-from kvcompile.validation.equivalence import SiteOutcome, Verdict, first_step, tried
+from kvcompile.validation.equivalence import ONE_TOKEN, SiteOutcome, Verdict, first_step, tried
 from kvcompile.validation.fingerprint import fingerprint
 from kvcompile.validation.sizes import MOST_ELEMENTS, captured_values, elements, hints, reductions
 from kvcompile.validation.subgraph import NotApart, Number, Outline, cut, outline, same, sites_by_shared_caches
@@ -79,6 +80,9 @@ def _verdict(whole: Outline, examples: Sequence[Any]) -> Verdict:
         return verdict
     if once.outcome is SiteOutcome.DIFFERENT:
         return once
+    if once.outcome is SiteOutcome.EQUAL and verdict.reason == ONE_TOKEN:
+        # All that generated arguments leave open are scores, and in the first step results depend on them.
+        return dataclasses.replace(verdict, outcome=SiteOutcome.EQUAL, reason="")
     said = "its first step is equal" if once.outcome is SiteOutcome.EQUAL else f"nor could its first step be compared: {once.reason}"
     return Verdict(SiteOutcome.UNKNOWN, f"{verdict.reason}; {said}")
 

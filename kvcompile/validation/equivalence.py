@@ -289,11 +289,12 @@ def _counting(twin: _Twin, ways: Sessions, values: Values, covered: Coverage) ->
     # A program that reads one token has no other call.
     if not several and (unknown or not done):
         return Verdict(SiteOutcome.UNKNOWN, unknown or "no call of it could be made")
-    if several and not dependence.whole:
-        return Verdict(SiteOutcome.UNKNOWN, ONE_TOKEN)
     if covered.wanted():
         return Verdict(SiteOutcome.UNKNOWN, covered.missing())
-    return Verdict(SiteOutcome.EQUAL, differs_on_padding=_differs_on_padding(twin, arguments, sessions))
+    padding = _differs_on_padding(twin, arguments, sessions)
+    if several and not dependence.whole:
+        return Verdict(SiteOutcome.UNKNOWN, ONE_TOKEN, differs_on_padding=padding)
+    return Verdict(SiteOutcome.EQUAL, differs_on_padding=padding)
 
 
 def _several(arguments: Arguments, moment: TrialCall) -> bool:

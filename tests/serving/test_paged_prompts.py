@@ -46,9 +46,11 @@ def flashed(
         scores = torch.einsum("qhd,thd->hqt", q[first:last].float(), k) * given.scale
         scores = scores.masked_fill(ahead, -math.inf)
         log = scores.logsumexp(-1)
-        weights = (scores - log[..., None]).exp().nan_to_num(0.0)
-        out[first:last] = torch.einsum("hqt,thd->qhd", weights, v).to(q.dtype)
-        logs[:, first:last] = torch.where(log == -math.inf, math.inf, log)
+        # Where nothing is seen, and where a sum is NaN, flash attention gives zeros and inf.
+        none = ~log.isfinite()
+        weights = torch.where(none[..., None], 0.0, (scores - log[..., None]).exp())
+        out[first:last] = torch.einsum("hqt,thd->qhd", weights, v.nan_to_num(0.0)).to(q.dtype)
+        logs[:, first:last] = torch.where(none, math.inf, log)
     assert given.max_queries >= plan.least
     return out, logs
 
@@ -156,6 +158,40 @@ def test_bounds_of_lengths_and_of_the_scratch_and_wrong_blocks() -> None:
     interpreted(bounded, guarded=True)
 
 
+def damaged() -> None:
+    """In the interpreter: a query of NaN, a row longer than its blocks, blocks given up behind a window, channels that lie apart."""
+    from kvcompile.lowering.paged.prompts import placed, take_over
+
+    def taken(given: PagedAttend, plan: PromptPlan) -> torch.Tensor:
+        plan = dataclasses.replace(plan, least=LEAST)
+        out = torch.zeros_like(given.q)
+        take_over(given, plan, placed(given, plan, Direct(False)), (out, torch.zeros(out.shape[:2])), Direct(False), flashed)
+        return out
+
+    case = Case("int4", rows=((300, 140), (200, 150)), group=1, dim=32, value_dim=32)
+    given, plan, (want, _) = planned(case)
+    assert plan is not None
+    spoiled = given.q.clone()
+    spoiled[5] = float("nan")
+    out = taken(dataclasses.replace(given, q=spoiled), plan)
+    assert bool(out[5].isnan().all()) and not out[6:].isnan().any()
+    short = dataclasses.replace(given, block_table=given.block_table[:, :15].contiguous())
+    out = taken(short, dataclasses.replace(plan, most=240, room=256))
+    assert bool(out[1:141].isnan().all())
+    torch.testing.assert_close(out[141:-1], want[141:-1], atol=4e-3, rtol=4e-3)
+    apart = torch.stack((given.q, given.q + 1), -1).flatten(2)[..., ::2]
+    torch.testing.assert_close(taken(dataclasses.replace(given, q=apart), plan)[1:-1], want[1:-1], atol=4e-3, rtol=4e-3)
+    given, plan, (want, _) = planned(dataclasses.replace(case, window=20))
+    assert plan is not None
+    # The first queries of row 0 see tokens from 141 on, which are in block 8; those of row 1 tokens from 31 on, in block 1.
+    given.block_table[0, :8], given.block_table[1, :1] = -1, 10_000
+    torch.testing.assert_close(taken(given, plan)[1:-1], want[1:-1], atol=4e-3, rtol=4e-3)
+
+
+def test_damage_stays_where_it_is() -> None:
+    interpreted(damaged, guarded=True)
+
+
 @pytest.mark.parametrize(
     "change", [{"dtype": torch.float32}, {"softcap": 2.0}, {"value_dim": 32}, {"rows": ((200, 127), (50, 1))}], ids=str
 )
@@ -174,12 +210,15 @@ def test_a_scratch_has_a_limit_and_so_has_a_call_of_many_prompts() -> None:
     from kvcompile.lowering.paged.prompts import MOST_SCRATCH, plan_of
 
     for tokens in (1 << 20, 1 << 21):
-        longer = dataclasses.replace(given, max_length=tokens)
+        longer = dataclasses.replace(given, block_table=torch.empty(2, tokens // given.page, dtype=torch.int32))
         made = plan_of(longer, False)
         assert made is not None
         assert made.places * made.room * made.heads * 2 * 64 * 2 <= MOST_SCRATCH
         assert made.least == (1 if tokens == 1 << 20 else 256)
-    assert plan_of(dataclasses.replace(given, max_length=1 << 23), False) is None
+    assert plan_of(dataclasses.replace(longer, block_table=torch.empty(2, 1 << 19, dtype=torch.int32)), False) is None
+    bounded = plan_of(dataclasses.replace(longer, max_length=1000), False)
+    assert bounded is not None
+    assert (bounded.most, bounded.room) == (1000, 1024)
 
 
 @pytest.mark.compile

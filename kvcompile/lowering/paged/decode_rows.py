@@ -28,7 +28,9 @@ from kvcompile.types import KernelFormat, Role, SlotSpec
 
 KERNEL = "kvcompile_decode_rows"
 WARPS = 4
-TABLES = ("BLOCK_TABLE", "LENGTHS", "REQUESTS", "WRONG")
+TABLES = ("BLOCK_TABLE", "LENGTHS", "FIRSTS", "REQUESTS", "WRONG")
+COVERED = 128
+"""Tokens of the widest tile of flash attention: it may read as many ahead of the first that a window shows, and hides them."""
 NUMBERS = ("TABLE_ROW", "BLOCKS", "ROOM", "FIRST_HEAD", "HEADS")
 
 
@@ -89,12 +91,14 @@ def decode_source(slots: tuple[Decoded, Decoded], dtype: torch.dtype, page: int)
     body = [
         f"tiles = ROOM // {TOKENS}", "place = tl.program_id(0) // tiles", f"t0 = (tl.program_id(0) % tiles) * {TOKENS}",
         "request = tl.load(REQUESTS + place)", "length = tl.load(LENGTHS + place)",
-        "if t0 >= length:", "    return",
+        "first_seen = tl.load(FIRSTS + place, mask=length > 0, other=0)",
+        f"if (t0 >= length) | (t0 + {TOKENS} <= first_seen // {COVERED} * {COVERED}):", "    return",
         "b = place.to(tl.int64) * 0", "h = (tl.program_id(1) + FIRST_HEAD).to(tl.int64)", f"i = tl.arange(0, {TOKENS})",
-        f"block = BLOCK_TABLE + request.to(tl.int64) * TABLE_ROW + (t0 + i) // {page}",
-        "given = tl.load(block, mask=t0 + i < length, other=0)", "wrong = (given < 0) | (given >= BLOCKS)",
+        # A token ahead of the window is hidden, and its block may be another request's by now: the first token in its place.
+        "t = tl.maximum(t0 + i, first_seen)", f"block = BLOCK_TABLE + request.to(tl.int64) * TABLE_ROW + t // {page}",
+        "given = tl.load(block, mask=t < length, other=0)", "wrong = (given < 0) | (given >= BLOCKS)",
         "if tl.max(wrong.to(tl.int32), 0) != 0:", "    tl.store(WRONG + place, 1)",
-        "page = tl.where(wrong, 0, given).to(tl.int64)", f"at = (t0 + i) % {page}",
+        "page = tl.where(wrong, 0, given).to(tl.int64)", f"at = t % {page}",
         "first = (place.to(tl.int64) * ROOM + t0) * HEADS + tl.program_id(1)",
     ]
     for number, (letter, slot) in enumerate(zip("KV", slots, strict=True)):

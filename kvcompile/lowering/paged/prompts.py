@@ -51,12 +51,13 @@ MERGED_HEADS = 32
 class PromptPlan:
     """How a call with long prompts is run: the fewest queries of a long one, places, tokens of a place, kv heads at a time, slots.
 
-    ``least`` is 1 if the kernel of steps has nothing to do.
+    ``least`` is 1 if the kernel of steps has nothing to do. ``most``: tokens that a request may have, at most ``room``.
     """
 
     least: int
     places: int
     room: int
+    most: int
     heads: int
     slots: tuple[decode_rows.Decoded, decode_rows.Decoded]
 
@@ -65,13 +66,15 @@ class PromptPlan:
 class PromptPlaces:
     """Tensors of a call, int32, that say which request is at which place.
 
-    By place: ``requests`` and ``lengths`` (0: nobody is there), ``wrong`` (1: of blocks that the pool does not have). By request: ``place``
-    (-1: it is not long), ``used``, its tokens in the scratch, ``others``, its tokens for the kernel of steps, one of both 0. By request
-    and one more: ``queries`` and ``keys``, its first row of the queries and of the scratch.
+    By place: ``requests`` and ``lengths`` (0: nobody is there); ``firsts``, the first token that a window shows; ``wrong`` (1: of blocks
+    that the pool does not have). By request: ``place`` (-1: it is not long); ``used``, its tokens in the scratch, and ``others``, its
+    tokens for the kernel of steps, one of which is 0. By request and one more: ``queries`` and ``keys``, its first row of the queries and
+    of the scratch.
     """
 
     requests: torch.Tensor
     lengths: torch.Tensor
+    firsts: torch.Tensor
     wrong: torch.Tensor
     place: torch.Tensor
     used: torch.Tensor
@@ -104,22 +107,24 @@ def plan_of(given: PagedAttend, packed: bool) -> PromptPlan | None:
     value = decode_rows.decoded_slot(given.value_scheme, Role.VALUE, dim, given.values[0].dtype, dtype, packed)
     if key is None or value is None:
         return None
-    room = -(-(given.max_length or given.block_table.shape[1] * given.page) // TOKENS) * TOKENS
+    capacity = given.block_table.shape[1] * given.page
+    most = min(given.max_length, capacity) if given.max_length else capacity
+    room = -(-most // TOKENS) * TOKENS
     (tokens, *_), requests = given.q.shape, given.block_table.shape[0]
     head = room * 2 * dim * dtype.itemsize
-    # If the queries are enough for most requests to be long, all are taken for long, and the kernel of steps need not run.
-    whole = 2 * tokens >= LEAST * requests and requests * head <= MOST_SCRATCH
+    # If those beside the longest have enough queries for most to be long, all are taken for long, and the kernel of steps need not run.
+    whole = 2 * (tokens - given.max_queries) >= LEAST * (requests - 1) and requests * head <= MOST_SCRATCH
     least = 1 if whole else LEAST
     while (places := min(requests, tokens // least)) * head > MOST_SCRATCH:
         least *= 2
-        if least > given.max_queries:
+        if least > min(given.max_queries, tokens):
             return None
-    return PromptPlan(least, places, room, min(given.kv_heads, MOST_SCRATCH // (places * head)), (key, value))
+    return PromptPlan(least, places, room, most, min(given.kv_heads, MOST_SCRATCH // (places * head)), (key, value))
 
 
-@triton.jit(do_not_specialize=["requests", "places", "ROOM", "LEAST"])
+@triton.jit(do_not_specialize=["requests", "places", "ROOM", "MOST", "LEAST", "WINDOW"])
 def place_requests(
-    LENGTHS, QUERY_START, REQUESTS, PLACE_LENGTHS, PLACE, USED, OTHERS, QUERIES, KEYS, requests, places, ROOM, LEAST,
+    LENGTHS, QUERY_START, REQUESTS, PLACE_LENGTHS, FIRSTS, PLACE, USED, OTHERS, QUERIES, KEYS, requests, places, ROOM, MOST, LEAST, WINDOW,
 ):
     """Write ``PromptPlaces``; one program. A request with LEAST queries or more is long."""
     seen = 0
@@ -139,9 +144,11 @@ def place_requests(
         # More than queries allow only where rows overlap: those have no place, and give NaN beyond the queries of the kernel of steps.
         long &= place < places
         seen += tl.sum(long.to(tl.int32), 0)
-        held = tl.where(long, tl.maximum(tl.minimum(length, ROOM), 0), 0)
+        held = tl.where(long, tl.maximum(tl.minimum(length, MOST), 0), 0)
+        begin = tl.where(WINDOW > 0, tl.maximum(length - count - (WINDOW - 1), 0), 0)
         tl.store(REQUESTS + place, row, mask=long)
         tl.store(PLACE_LENGTHS + place, held, mask=long)
+        tl.store(FIRSTS + place, begin, mask=long)
         tl.store(PLACE + row, tl.where(long, place, -1), mask=there)
         tl.store(USED + row, held, mask=there)
         tl.store(OTHERS + row, tl.where(long, 0, length), mask=there)
@@ -151,15 +158,15 @@ def place_requests(
     tl.store(KEYS + requests, places * ROOM)
 
 
-@triton.jit(do_not_specialize=["MAX_QUERIES", "ROOM", "requests", "first_head"])
+@triton.jit(do_not_specialize=["MAX_QUERIES", "MOST", "requests", "first_head"])
 def take_prompts(
-    FROM, LOGS, SINKS, LENGTHS, QUERY_START, PLACE, WRONG, OUT, LSE, from_t, from_h, logs_h, MAX_QUERIES, ROOM, requests, first_head, some,
+    FROM, LOGS, SINKS, LENGTHS, QUERY_START, PLACE, WRONG, OUT, LSE, from_t, from_h, logs_h, MAX_QUERIES, MOST, requests, first_head, some,
     HEADS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):
     """Take the results FROM [T, some, Dv] and LOGS [some, T] of queries of long prompts into OUT [T, HEADS, Dv] and LSE [T, HEADS].
 
     Grid: queries, blocks of ROWS query heads of FROM, which are those of OUT from ``first_head`` on. Sinks join here. Writes NaN for a
-    query beyond MAX_QUERIES of its request, and for requests that are longer than ROOM or have blocks that the pool does not have.
+    query beyond MAX_QUERIES of its request, and for requests that are longer than MOST or have blocks that the pool does not have.
     """
     query = tl.program_id(0)
     request = request_of_query(query, QUERY_START, requests)
@@ -168,21 +175,23 @@ def take_prompts(
     if place < 0:
         return
     at = query - tl.load(QUERY_START + request).to(tl.int32)
-    spoiled = (at >= MAX_QUERIES) | (tl.load(LENGTHS + request).to(tl.int32) > ROOM) | (tl.load(WRONG + place) != 0)
+    count = tl.load(QUERY_START + request + 1).to(tl.int32) - tl.load(QUERY_START + request).to(tl.int32)
+    length = tl.load(LENGTHS + request).to(tl.int32)
+    spoiled = (at >= MAX_QUERIES) | (length > MOST) | (tl.load(WRONG + place) != 0)
     head, column = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     inside = (head < some)[:, None] & (column < DIM)[None, :]
     log = tl.load(LOGS + head.to(tl.int64) * logs_h + query, mask=head < some, other=0.0)
-    # Flash attention gives inf for a query that sees no token.
-    empty = log == float("inf")
-    log = tl.where(empty, float("-inf"), log)
-    share = tl.where(empty, 0.0, 1.0)
+    # Flash attention gives inf for a query that sees no token, and for one whose scores are NaN, with zeros for a result.
+    sees = length - count + at >= 0
+    log = tl.where(sees, tl.where(log == float("inf"), float("nan"), log), float("-inf"))
+    share = tl.where(sees, tl.where(log == log, 1.0, log), 0.0)
     if HAS_SINKS:
         sink = tl.load(SINKS + first_head + head, mask=head < some, other=0.0).to(tl.float32)
         top = tl.maximum(sink, log)
         safe = tl.where(top == float("-inf"), 0.0, top)
         own = tl.exp2((log - safe) * LOG_2E)
         whole = own + tl.exp2((sink - safe) * LOG_2E)
-        share = tl.where(empty, 0.0, own / tl.where(whole == 0.0, 1.0, whole))
+        share = tl.where(sees, own / tl.where(whole == 0.0, 1.0, whole), 0.0)
         log = tl.where(whole == 0.0, float("-inf"), safe + tl.log2(whole) / LOG_2E)
     given = tl.load(FROM + query.to(tl.int64) * from_t + (head * from_h)[:, None] + column[None, :], mask=inside, other=0.0)
     result = tl.where((share == 0.0)[:, None], 0.0, given.to(tl.float32) * share[:, None])
@@ -213,12 +222,13 @@ def placed(given: PagedAttend, plan: PromptPlan, launcher: Launcher) -> PromptPl
         return torch.empty(count, dtype=torch.int32, device=device)
 
     made = PromptPlaces(
-        numbers(plan.places), numbers(plan.places), torch.zeros(plan.places, dtype=torch.int32, device=device), numbers(rows),
-        numbers(rows), numbers(rows), numbers(rows + 1), numbers(rows + 1),
+        requests=numbers(plan.places), lengths=numbers(plan.places), firsts=numbers(plan.places),
+        wrong=torch.zeros(plan.places, dtype=torch.int32, device=device), place=numbers(rows), used=numbers(rows), others=numbers(rows),
+        queries=numbers(rows + 1), keys=numbers(rows + 1),
     )
     launcher.kernel(
-        place_requests, (1,), given.lengths, given.query_start, made.requests, made.lengths, made.place, made.used, made.others,
-        made.queries, made.keys, rows, plan.places, plan.room, plan.least, warps=4,
+        place_requests, (1,), given.lengths, given.query_start, made.requests, made.lengths, made.firsts, made.place, made.used,
+        made.others, made.queries, made.keys, rows, plan.places, plan.room, plan.most, plan.least, given.window, warps=4,
     )
     return made
 
@@ -241,12 +251,18 @@ def attend_with_prompts(
     return results
 
 
+def _loadable(q: torch.Tensor) -> bool:
+    """Return whether flash attention takes queries as they lie: contiguous channels, rows and heads at multiples of 16 bytes."""
+    return q.stride(2) == 1 and not q.data_ptr() % 16 and all(step * q.itemsize % 16 == 0 for step in q.stride()[:2])
+
+
 def take_over(
     given: PagedAttend, plan: PromptPlan, places: PromptPlaces, results: tuple[torch.Tensor, torch.Tensor], launcher: Launcher,
     flashed: Flash,
 ) -> None:
     """Write results and log-sums of all queries of long prompts into ``results``, [T, H, Dv] and [T, H]; others stay as they are."""
     out, lse = results
+    queries = given.q if _loadable(given.q) else given.q.contiguous()
     (tokens, heads, dim), group, sinks = given.q.shape, given.q.shape[1] // given.kv_heads, given.sinks
     planes = ([*given.keys, *given.key_tables], [*given.values, *given.value_tables])
     read, steps = decode_rows.operands_of(plan.slots, planes)
@@ -256,15 +272,15 @@ def take_over(
         keys, values = given.q.new_empty(2, plan.places * plan.room, some, dim).unbind()
         numbers = (given.block_table.stride(0), given.keys[0].shape[0], plan.room, first, some)
         launcher.kernel(
-            kernel, (plan.places * (plan.room // TOKENS), some, 2), *read, given.block_table, places.lengths, places.requests,
-            places.wrong, keys, values, *steps, *numbers, warps=decode_rows.WARPS,
+            kernel, (plan.places * (plan.room // TOKENS), some, 2), *read, given.block_table, places.lengths, places.firsts,
+            places.requests, places.wrong, keys, values, *steps, *numbers, warps=decode_rows.WARPS,
         )
-        q = given.q[:, first * group : (first + some) * group]
+        q = queries[:, first * group : (first + some) * group]
         attended, logs = flashed(q, keys, values, places, given, plan)
         rows = min(MERGED_HEADS, triton.next_power_of_2(some * group))
         launcher.kernel(
             take_prompts, (tokens, -(-some * group // rows)), attended, logs, lse if sinks is None else sinks.contiguous(), given.lengths,
             given.query_start, places.place, places.wrong, out, lse, attended.stride(0), attended.stride(1), logs.stride(0),
-            given.max_queries, plan.room, given.block_table.shape[0], first * group, some * group, warps=4, HEADS=heads, DIM=dim,
+            given.max_queries, plan.most, given.block_table.shape[0], first * group, some * group, warps=4, HEADS=heads, DIM=dim,
             COLUMNS=triton.next_power_of_2(dim), ROWS=rows, HAS_SINKS=int(sinks is not None),
         )

@@ -31,7 +31,6 @@ from kvcompile.tools.cli.console import console
 from kvcompile.tools.cli.plan_answer import answer, lighter, paste, presets
 from kvcompile.tools.cli.plan_target import model_of
 from kvcompile.tools.planner.capacity import MOST_TOKENS, Demand
-from kvcompile.tools.planner.engines import holds
 from kvcompile.tools.planner.figures import figures
 from kvcompile.tools.planner.model import Model
 from kvcompile.tools.planner.recommend import Generation, Option, Recommendation, recommend
@@ -60,9 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     known = figures()
     options = [Option.of(label, model.stores(policy, arguments.context), demand, known) for label, policy in wanted]
     if arguments.engine:
-        held = [item for item in options if holds(item.label)]
-        best = recommend(held, demand, Generation(arguments.gpu), arguments.damage).scheme
-        plan_engine.show(arguments, model, demand, [item.label for item in options], best, held)
+        plan_engine.show(arguments, model, demand, options)
         return 0
     found = recommend(options, demand, Generation(arguments.gpu), arguments.damage)
     shown = console()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,24 +22,30 @@ from kvcompile.tools.cli.console import console
 from kvcompile.tools.planner.capacity import Demand
 from kvcompile.tools.planner.engines import Engine, EngineLayer, EngineOption, layers_of, option_of
 from kvcompile.tools.planner.model import Model
-from kvcompile.tools.planner.recommend import Option
+from kvcompile.tools.planner.recommend import Generation, Option, recommend
 from kvcompile.tools.planner.stores import DENSE
 
 
-def show(
-    arguments: argparse.Namespace, model: Model, demand: Demand, labels: Sequence[str], recommended: str | None, measured: Sequence[Option]
-) -> None:
-    """Print the plan of an engine for the schemes ``labels``, as JSON if asked for.
+def show(arguments: argparse.Namespace, model: Model, demand: Demand, measured: Sequence[Option]) -> None:
+    """Print the plan of an engine for schemes and their damages, ``measured``, as JSON if asked for.
 
-    ``recommended``: one of the labels, None for none. ``measured``: options whose damage is shown beside.
+    Raises NotPlanned for models whose caches an engine's blocks do not hold.
     """
     engine, layers = Engine(arguments.engine), layers_of(model.stores(DENSE, demand.context), model.name)
     memory = demand.memory - demand.beside(demand.context)
-    found = {label: option_of(label, parse_pair(label), layers, engine, memory) for label in labels}
+    found = {item.label: option_of(item.label, parse_pair(item.label), layers, engine, memory) for item in measured}
     options = [item for item in found.values() if isinstance(item, EngineOption)]
     refused = {label: str(item) for label, item in found.items() if not isinstance(item, EngineOption)}
+    rooms = {item.label: item.requests(demand.context) for item in options}
+    held = [
+        dataclasses.replace(item, fits=rooms[item.label] >= demand.batch, largest_batch=rooms[item.label])
+        for item in measured if item.label in rooms
+    ]
+    recommended = recommend(held, demand, Generation(arguments.gpu), arguments.damage).scheme
     chosen = next((item for item in options if item.label == recommended), None)
-    command = engine.command(chosen.label, str(arguments.target)) if chosen is not None else ""
+    target = str(arguments.target)
+    served = "MODEL" if target.endswith((".json", ".py")) or ".py:" in target or target.startswith("hf:") else shlex.quote(target)
+    command = engine.command(chosen.label, served) if chosen is not None else ""
     shown = console()
     if arguments.json:
         shown.file.write(json.dumps(as_json(engine, memory, demand, options, refused, chosen, command), indent=2) + "\n")

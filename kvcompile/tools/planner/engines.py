@@ -13,7 +13,6 @@ import torch
 
 from kvcompile.errors import KvcompileError, NotPlanned
 from kvcompile.schemes import Scheme
-from kvcompile.schemes.pairs import parse_pair
 from kvcompile.serving.block_layout import LEAST_PAGE, BlockLayout
 from kvcompile.serving.vllm_plugin.settings import bytes_of_token
 from kvcompile.tools.planner.stores import Stores
@@ -77,10 +76,15 @@ class EngineOption:
 
 
 def layers_of(stores: Stores, name: str) -> tuple[EngineLayer, ...]:
-    """Return the layers whose caches an engine would hold. Raises NotPlanned for an attention without a key and a value slot of its own.
+    """Return the layers whose caches an engine would hold; ``name``: the model's, for the error.
 
-    ``name``: the model's, for the error.
+    Raises NotPlanned for what blocks do not hold: caches that are written once, as of cross-attention, states that are no keys and values,
+    and an attention without a key and a value slot of its own.
     """
+    others = stores.remainder.nbytes(1, 1)
+    if others or any(item.once is not None for item in stores.stored):
+        found = f"{others} bytes of other states a request" if others else "a cache that is written once, as of cross-attention"
+        raise NotPlanned(expected="keys and values of a decoder's own tokens alone, for an engine's blocks", found=found, name=name)
     by_path: dict[str, dict[Role, list[EngineLayer]]] = {}
     for item in stores.stored:
         slot, window = item.slot, item.end if item.forgets else None
@@ -96,12 +100,6 @@ def layers_of(stores: Stores, name: str) -> tuple[EngineLayer, ...]:
             for key, value in zip(roles[Role.KEY], roles[Role.VALUE], strict=True)
         ]
     return tuple(made)
-
-
-def holds(label: str) -> bool:
-    """Return whether blocks can hold the scheme that ``label`` names, or the pair, with heads of 128 channels."""
-    layer = EngineLayer(1, 128, 128, torch.bfloat16, None)
-    return isinstance(option_of(label, parse_pair(label), (layer,), Engine.VLLM, 0), EngineOption)
 
 
 def option_of(

@@ -210,3 +210,6 @@ def test_an_engine_is_told_what_its_blocks_hold(engine: str, config: Callable[..
     shown = capsys.readouterr().out.splitlines()
     assert shown[-1] == found["command"] and f"{rows['dense']['tokens']:,} tokens in" in shown[-2]
     assert any(line.startswith("not in blocks: kivi") for line in shown)
+    many = str(rows["dense"]["requests"] + 1)
+    assert main([*asked, "--json", "--batch", many, "--schemes", "dense"]) == 0
+    assert json.loads(capsys.readouterr().out)["recommended"] is None, "one request more than there is room for"
