@@ -292,9 +292,19 @@ def _counting(twin: _Twin, ways: Sessions, values: Values, covered: Coverage) ->
     if covered.wanted():
         return Verdict(SiteOutcome.UNKNOWN, covered.missing())
     padding = _differs_on_padding(twin, arguments, sessions)
-    if several and not dependence.whole:
+    if several and not dependence.whole and not _moved_together(arguments):
         return Verdict(SiteOutcome.UNKNOWN, ONE_TOKEN, differs_on_padding=padding)
     return Verdict(SiteOutcome.EQUAL, differs_on_padding=padding)
+
+
+def _moved_together(arguments: Arguments) -> bool:
+    """Return whether other integers than positions are arguments, such as a buffer of padding: generated ones move with the positions.
+
+    Queries may then see one token in all calls because of that, and not because the program reads one.
+    """
+    inputs, fakes = arguments.part.captured.inputs, arguments.part.captured.fakes
+    integers = [fakes[entry.index] for entry in inputs if isinstance(fakes[entry.index], torch.Tensor)]
+    return not arguments.pooled and sum(fake.dtype in {torch.int32, torch.int64} for fake in integers) > 1
 
 
 def _several(arguments: Arguments, moment: TrialCall) -> bool:

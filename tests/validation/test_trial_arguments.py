@@ -203,7 +203,7 @@ def _sessions(
         return ""
 
     session = SimpleNamespace(fill=lambda moment, unwritten: None, call=call)
-    captured = SimpleNamespace(inputs=[SimpleNamespace(node="q", index=0)])
+    captured = SimpleNamespace(inputs=[SimpleNamespace(node="q", index=0)], fakes=[torch.empty(1)])
     part = SimpleNamespace(captured=captured, outputs=1)
     arguments = SimpleNamespace(
         pooled=False, tokens=lambda moment: tokens, keys=lambda moment: keys, free=(), part=part, queries=() if dependent else ("q",),
