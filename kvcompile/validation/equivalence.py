@@ -303,8 +303,8 @@ def _moved_together(arguments: Arguments) -> bool:
     Queries may then see one token in all calls because of that, and not because the program reads one.
     """
     inputs, fakes = arguments.part.captured.inputs, arguments.part.captured.fakes
-    integers = [fakes[entry.index] for entry in inputs if isinstance(fakes[entry.index], torch.Tensor)]
-    return not arguments.pooled and sum(fake.dtype in {torch.int32, torch.int64} for fake in integers) > 1
+    tensors = [fake for entry in inputs if isinstance(fake := fakes[entry.index], torch.Tensor)]
+    return not arguments.pooled and sum(fake.dtype in {torch.int32, torch.int64} for fake in tensors) > 1
 
 
 def _several(arguments: Arguments, moment: TrialCall) -> bool:
