@@ -164,6 +164,12 @@ def layout_of(text: str) -> BlockLayout:
     return BlockLayout(parse(keys), parse(values), int(heads), int(head_dim), int(value_dim), int(page), kind)
 
 
+def token_line(keys: Scheme, values: Scheme, token: float, layers: int | None = None) -> str:
+    """Return the beginning of an engine's start line: schemes, bytes of a token, and the number of layers unless it is None."""
+    where = "" if layers is None else f" in {layers} layers"
+    return f"{keys.display_name()} keys, {values.display_name()} values, {token:,.0f} bytes a token{where}"
+
+
 def capacity(tokens: int, nbytes: int, dense: int, dtype: torch.dtype) -> str:
     """Return a text for an engine's log line: that ``tokens`` tokens fit in ``nbytes``, and how many dense tokens of ``dense`` bytes would.
 

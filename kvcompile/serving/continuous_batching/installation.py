@@ -19,7 +19,7 @@ import torch
 from kvcompile.errors import EngineUnfit
 from kvcompile.schemes import Scheme, parse
 from kvcompile.schemes.pairs import parse_pair
-from kvcompile.serving.block_layout import LEAST_PAGE, MOST_PAGE, BlockLayout, capacity
+from kvcompile.serving.block_layout import LEAST_PAGE, MOST_PAGE, BlockLayout, capacity, token_line
 from kvcompile.serving.continuous_batching.attention import attend_codes, require_plain
 from kvcompile.serving.continuous_batching.memory import ServedLayers
 from kvcompile.serving.continuous_batching.versions import ENGINE, CallNames, arguments_of
@@ -143,7 +143,7 @@ def _told(cache: Any) -> str:
     dense = sum(pool.layout.heads * (pool.layout.head_dim + pool.layout.value_dim) * pool.layout.dtype.itemsize for pool in pools)
     size = cache.num_sectors * cache.bytes_per_sector
     held = capacity(int(size // token), size, dense, layout.dtype)
-    return f"{layout.keys.display_name()} keys, {layout.values.display_name()} values, {token:,.0f} bytes a token, {held}"
+    return f"{token_line(layout.keys, layout.values, token)}, {held}"
 
 
 def _allow_decode_path(manager: Any, config: Any, asked: Any, hints: Any) -> None:

@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from kvcompile.errors import EngineUnfit
 from kvcompile.schemes import Scheme
-from kvcompile.serving.block_layout import LEAST_PAGE, capacity
+from kvcompile.serving.block_layout import LEAST_PAGE, capacity, token_line
 from kvcompile.serving.pools import Pool
 from kvcompile.serving.vllm_plugin.settings import VARIABLE, bytes_of_token, layout_of_blocks, schemes
 from kvcompile.serving.vllm_plugin.versions import ENGINE
@@ -240,7 +240,7 @@ def told(spec: Any, layers: int, blocks: int | None) -> str:
     keys, values = asked()
     token = layers * spec.page_size_bytes // spec.block_size
     dense = layers * spec.num_kv_heads * (spec.head_size + spec.head_size_v) * spec.dtype.itemsize
-    line = f"{keys.display_name()} keys, {values.display_name()} values, {token:,} bytes a token in {layers} layers"
+    line = token_line(keys, values, token, layers)
     if not blocks:
         return line
     tokens = blocks * spec.block_size

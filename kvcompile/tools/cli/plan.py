@@ -28,7 +28,7 @@ from kvcompile.schemes import registered, settings
 from kvcompile.tools.cli import plan_engine
 from kvcompile.tools.cli.arguments import GB, gigabytes
 from kvcompile.tools.cli.console import console
-from kvcompile.tools.cli.plan_answer import answer, lighter, paste, presets
+from kvcompile.tools.cli.plan_answer import answer, lighter, memory_line, paste, presets
 from kvcompile.tools.cli.plan_target import model_of
 from kvcompile.tools.planner.capacity import MOST_TOKENS, Demand
 from kvcompile.tools.planner.figures import figures
@@ -134,12 +134,8 @@ def as_json(model: Model, demand: Demand, options: Sequence[Option], found: Reco
 
 def tables(model: Model, demand: Demand, options: Sequence[Option], found: Recommendation) -> RenderableType:
     """Return the plan as tables: one row per scheme, bytes by purpose, attentions left dense, and the recommendation."""
-    prompt = demand.beside(demand.context) - demand.weights - demand.overhead
     head = Text(f"{model.name}: {len(options[0].stores.stored)} cache slots", style="bold")
-    head.append(
-        f"\n{demand.memory / GB:g} GB = {demand.weights / GB:.2f} weights + {prompt / GB:.2f} activations of a prompt (estimate) + "
-        f"{demand.overhead / GB:g} kept free + {(demand.memory - demand.beside(demand.context)) / GB:.2f} for the cache", style="not bold",
-    )
+    head.append(f"\n{memory_line(demand, 'the cache')}", style="not bold")
     parts: list[RenderableType] = [head, _main_table(demand, options), _share_table(demand, options)]
     left: dict[str, list[str]] = {}
     for item in options:

@@ -24,6 +24,16 @@ def chosen(options: Sequence[Option], found: Recommendation) -> Option | None:
     return best if best is not None and best.largest_batch else None
 
 
+def memory_line(demand: Demand, purpose: str) -> str:
+    """Return what the memory is divided into: weights, activations of a prompt, what is kept free, and the rest, for ``purpose``."""
+    beside = demand.beside(demand.context)
+    prompt = beside - demand.weights - demand.overhead
+    return (
+        f"{demand.memory / GB:g} GB = {demand.weights / GB:.2f} weights + {prompt / GB:.2f} activations of a prompt (estimate) + "
+        f"{demand.overhead / GB:g} kept free + {(demand.memory - beside) / GB:.2f} for {purpose}"
+    )
+
+
 def answer(options: Sequence[Option], found: Recommendation, demand: Demand) -> RenderableType:
     """Return the recommendation in a line or two, without its reasons."""
     asked = f"{demand.batch} x {demand.context:,} tokens"

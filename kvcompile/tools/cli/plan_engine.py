@@ -16,9 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from kvcompile.schemes.pairs import parse_pair
-from kvcompile.serving.block_layout import capacity
-from kvcompile.tools.cli.arguments import GB
+from kvcompile.serving.block_layout import capacity, token_line
 from kvcompile.tools.cli.console import console
+from kvcompile.tools.cli.plan_answer import memory_line
 from kvcompile.tools.planner.capacity import Demand
 from kvcompile.tools.planner.engines import Engine, EngineLayer, EngineOption, layers_of, option_of
 from kvcompile.tools.planner.model import Model
@@ -51,22 +51,20 @@ def show(arguments: argparse.Namespace, model: Model, demand: Demand, measured: 
         shown.file.write(json.dumps(as_json(engine, memory, demand, options, refused, chosen, command), indent=2) + "\n")
         return
     damages = {item.label: item.damage.kl for item in measured if item.damage is not None}
-    shown.print(_tables(model, layers, demand, memory, options, refused, damages, engine))
+    shown.print(_tables(model, layers, demand, options, refused, damages, engine))
     if chosen is None:
         nothing = f"recommended: nothing, no measured scheme that blocks hold has room for {demand.batch} requests"
         shown.print(Text(nothing, style="bold yellow"))
         return
     shown.print(Text(f"recommended: {chosen.label}", style="bold green"))
-    shown.print(start_line(chosen, layers), soft_wrap=True, highlight=False)
+    shown.print(start_line(chosen, layers, engine), soft_wrap=True, highlight=False)
     shown.print(Text(command, style="bold"), soft_wrap=True)
 
 
-def start_line(option: EngineOption, layers: Sequence[EngineLayer]) -> str:
+def start_line(option: EngineOption, layers: Sequence[EngineLayer], engine: Engine) -> str:
     """Return what the engine's start logs: schemes, bytes a token, tokens that fit, and how many would in the model's dtype."""
-    dense, dtype = sum(layer.dense_bytes for layer in layers), layers[0].dtype
-    held = capacity(option.tokens, option.tokens * option.token, dense, dtype)
-    names = f"{option.keys.display_name()} keys, {option.values.display_name()} values"
-    return f"{names}, {option.token:,} bytes a token in {len(layers)} layers, {held}"
+    line = token_line(option.keys, option.values, option.token, len(layers) if engine is Engine.VLLM else None)
+    return f"{line}, {capacity(option.tokens, option.tokens * option.token, option.dense, layers[0].dtype)}"
 
 
 def as_json(
@@ -88,24 +86,19 @@ def as_json(
 
 
 def _tables(
-    model: Model, layers: Sequence[EngineLayer], demand: Demand, memory: int, options: Sequence[EngineOption], refused: Mapping[str, str],
+    model: Model, layers: Sequence[EngineLayer], demand: Demand, options: Sequence[EngineOption], refused: Mapping[str, str],
     damages: Mapping[str, float], engine: Engine,
 ) -> RenderableType:
     head = Text(f"{model.name} in {engine.value}: {len(layers)} layers", style="bold")
-    head.append(
-        f"\n{demand.memory / GB:g} GB = {demand.weights / GB:.2f} weights + "
-        f"{(demand.beside(demand.context) - demand.weights - demand.overhead) / GB:.2f} activations of a prompt (estimate) + "
-        f"{demand.overhead / GB:g} kept free + {memory / GB:.2f} for blocks", style="not bold",
-    )
+    head.append(f"\n{memory_line(demand, 'blocks')}", style="not bold")
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
     table.add_column("scheme")
     for name in ("a token, B", "of dense", "tokens", f"requests of {demand.context:,}", "KL, nats"):
         table.add_column(name, justify="right")
-    dense = sum(layer.dense_bytes for layer in layers)
     for item in options:
         kl = f"{damages[item.label]:.2g}" if item.label in damages else ""
         table.add_row(
-            escape(item.label), f"{item.token:,}", f"{item.token / dense:.1%}", f"{item.tokens:,}", f"{item.requests(demand.context):,}", kl
+            escape(item.label), f"{item.token:,}", f"{item.token / item.dense:.1%}", f"{item.tokens:,}", f"{item.requests(demand.context):,}", kl
         )
     parts: list[RenderableType] = [head, table]
     if windows := sorted({layer.window for layer in layers if layer.window is not None}):

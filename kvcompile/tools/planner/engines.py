@@ -61,14 +61,22 @@ class EngineLayer:
 
 @dataclass(frozen=True)
 class EngineOption:
-    """One scheme in an engine: bytes of a token over all layers, the tokens that fit, and the tokens that a dense cache has room for."""
+    """One scheme in an engine: the bytes of a token over all layers, ``token`` in its codes and ``dense`` in the model's dtype.
+
+    ``tokens``: number of tokens that fit.
+    """
 
     label: str
     keys: Scheme
     values: Scheme
     token: int
+    dense: int
     tokens: int
-    dense_tokens: int
+
+    @property
+    def dense_tokens(self) -> int:
+        """Number of tokens in the model's dtype that fit in the same bytes."""
+        return self.tokens * self.token // self.dense
 
     def requests(self, context: int) -> int:
         """Return how many requests of ``context`` tokens fit, in whole blocks."""
@@ -110,5 +118,5 @@ def option_of(
         token = sum(layer.token_bytes(engine, *pair) for layer in layers)
     except KvcompileError as error:
         return error
-    blocks, dense = max(memory, 0) // (token * LEAST_PAGE), sum(layer.dense_bytes for layer in layers)
-    return EngineOption(label, *pair, token, blocks * LEAST_PAGE, blocks * LEAST_PAGE * token // dense)
+    blocks = max(memory, 0) // (token * LEAST_PAGE)
+    return EngineOption(label, *pair, token, sum(layer.dense_bytes for layer in layers), blocks * LEAST_PAGE)
