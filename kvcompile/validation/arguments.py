@@ -89,9 +89,9 @@ class Arguments(Candidates):
         return False
 
     def solved(self, made: list[Any], order: list[int], moment: TrialCall) -> bool:
-        """Return whether the value of one argument could be solved such that the program computes the call's positions from it.
+        """Solve for the value of one argument from which the program computes the call's positions; return whether there is one.
 
-        If so, that value is put into ``made``; the other arguments stay. ``order``: the indices to try, in order.
+        The value replaces that argument in ``made``; the other arguments stay. ``order``: the indices to try, in order.
         """
         count = self.tokens(moment)
         wanted = torch.arange(moment.start, moment.start + count, device="cpu")

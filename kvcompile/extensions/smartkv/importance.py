@@ -63,7 +63,7 @@ def averaged(before: torch.Tensor, now: torch.Tensor, decay: float) -> torch.Ten
 
 
 def unbiased(average: torch.Tensor, steps: torch.Tensor, decay: float) -> torch.Tensor:
-    """Return a moving average that began at zero, divided by the sum of its steps' weights, in the shape of ``average``.
+    """Return ``average``, a moving average that began at zero, without its bias towards zero: divided by 1 - decay ** steps.
 
     ``steps``: the number of steps so far; 0 counts as 1, so that an average without steps stays 0.
     """

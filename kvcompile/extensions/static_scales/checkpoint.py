@@ -115,7 +115,7 @@ def _sites(tensors: Source, where: str) -> dict[str, SiteScales]:
 
 
 def _held(named: Source, by_role: int, where: str) -> dict[str, dict[Role, Scales]]:
-    """Return scales by module path and role, from those tensors ``named`` whose names cover ``by_role`` roles (1 or 2).
+    """Return scales by module path and role, from the tensors ``named``; ``by_role``: number of roles, 1 or 2, of a name to be read.
 
     Raises BadScales if two tensors give different scales for one role.
     """

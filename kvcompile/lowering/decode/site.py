@@ -104,7 +104,7 @@ def cut(config: AttendConfig, given: AttendOperands[Any], machine: Machine, size
 
 
 def masks_of(given: AttendOperands[Any], sizes: Sizes) -> Masks:
-    """Return which mask operands an attention has, and which of their axes are not broadcast."""
+    """Return the mask operands of an attention: for each whether there is one, and whether it varies along its axes or is broadcast."""
     hi, lo, keep, bias, varies = given.hi, given.lo, given.keep, given.bias, sizes.varies
     kind = Bias.NONE if bias is None else Bias.BOOLEAN if sizes.dtype(bias) == torch.bool else Bias.ADDED
     if given.fill is not None:

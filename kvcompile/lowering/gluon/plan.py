@@ -31,7 +31,7 @@ class NoFragments(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class KeyPlan:
-    """The way in which the Gluon kernel multiplies queries by keys on tensor cores: fragments of keys, whose rows are tokens.
+    """The plan by which the Gluon kernel multiplies queries by keys on tensor cores, in fragments of keys with one token a row.
 
     ``row``: bytes of a token. ``scales``: scales of a token; 0 if each channel has one scale for ``block`` tokens. ``groups``: index of the
     scale of (chunk, part), ``chunk * parts + part``. ``lower``: octaves by which a part's queries are scaled down, so that its codes have
@@ -72,7 +72,7 @@ class KeyPlan:
 
 @dataclasses.dataclass(frozen=True)
 class ValuePlan:
-    """The way in which the Gluon kernel multiplies weights by values on tensor cores: fragments of values; products sum over tokens.
+    """The plan by which the Gluon kernel multiplies weights by values on tensor cores, in fragments of values; products sum over tokens.
 
     ``word``: bytes that a thread loads of a token. ``tiles``: for every product of 16 rows of a chunk, (part, byte of the word) of its rows
     0 to 7 and of its rows 8 to 15. ``halves``: 2 if columns 4 to 7 repeat the queries, weighted by the scales of rows 8 to 15, so that two

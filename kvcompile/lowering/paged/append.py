@@ -104,7 +104,7 @@ def refusal(given: PagedAppend) -> str | None:
 
 
 def append_by_kernels(slots: Sequence[PagedAppend], launcher: Launcher) -> None:
-    """Encode the tokens of one slot or two and write them into the pool's planes; ``refusal`` must return None for each slot."""
+    """Encode new keys, values or both (``slots``) and write their codes into the pool's planes; ``refusal`` must return None for each."""
     by_rows = []
     for given in slots:
         x, planes, places = given.operands

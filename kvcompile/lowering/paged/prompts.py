@@ -64,7 +64,7 @@ class PromptPlan:
 
 @dataclasses.dataclass(frozen=True)
 class PromptPlaces:
-    """Tensors of a call, int32, that say which request is at which place.
+    """The requests at the places of a call's scratch, and the places of its requests, as tensors int32.
 
     By place: ``requests`` and ``lengths`` (0: nobody is there); ``firsts``, the first token that a window shows; ``wrong`` (1: of blocks
     that the pool does not have). By request: ``place`` (-1: it is not long); ``used``, its tokens in the scratch, and ``others``, its
@@ -174,8 +174,8 @@ def take_prompts(
     place = tl.load(PLACE + request, mask=there, other=-1)
     if place < 0:
         return
-    at = query - tl.load(QUERY_START + request).to(tl.int32)
-    count = tl.load(QUERY_START + request + 1).to(tl.int32) - tl.load(QUERY_START + request).to(tl.int32)
+    first = tl.load(QUERY_START + request).to(tl.int32)
+    at, count = query - first, tl.load(QUERY_START + request + 1).to(tl.int32) - first
     length = tl.load(LENGTHS + request).to(tl.int32)
     spoiled = (at >= MAX_QUERIES) | (length > MOST) | (tl.load(WRONG + place) != 0)
     head, column = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
@@ -215,7 +215,7 @@ def flash(
 
 
 def placed(given: PagedAttend, plan: PromptPlan, launcher: Launcher) -> PromptPlaces:
-    """Return which long prompt of the call is at which place of the scratch, as tensors that a kernel fills on the device."""
+    """Assign each long prompt of the call a place of the scratch, by a kernel on the device; return the requests and their places."""
     rows, device = given.block_table.shape[0], given.q.device
 
     def numbers(count: int) -> torch.Tensor:

@@ -89,7 +89,7 @@ class TraceCache:
         self.hits = 0
 
     def call(self, kind: str, target: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
-        """Return the result of ``run()``, which calls ``target``; record its nodes under ``make_fx``.
+        """Return the result of ``run()``, which calls ``target`` with ``args`` and ``kwargs``; while ``make_fx`` traces, keep its nodes.
 
         If an equal call was traced before, its nodes are copied and ``run`` is not called.
         """

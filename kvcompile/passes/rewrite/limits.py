@@ -54,7 +54,7 @@ def within_length(context: Context, emit: Emitter, item: SitePlan, seen: Visibil
 
 
 def seeing(emit: Emitter, item: SitePlan, q: fx.Node, hi: fx.Node, planes: Planes, positions: NewPositions) -> fx.Node:
-    """Emit queries [B, H, S, D], with NaN for those whose upper limit is beyond the store's end (with a window, beyond its newest token).
+    """Emit queries [B, H, S, D]; a query with an upper limit beyond the store's end, or beyond a window's newest token, is NaN.
 
     No token exists there. The NaN shows the error without waiting for the device to check the mask.
     """

@@ -156,7 +156,7 @@ class DenseCalls:
         try:
             results = self._run(forms, args, mark.why, str(refused.facts.get("where", forms[0].group.where)), densified, mark.kind)
         except TokensOutOfOrder:
-            # Earlier calls broke a row, which no host looked at: that is what went wrong, and this call only met it.
+            # An earlier call broke a row and the host did not look: that error is raised, not this call's refusal.
             raise
         except Exception as error:
             raise refused from error

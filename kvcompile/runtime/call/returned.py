@@ -1,4 +1,4 @@
-"""Returned: registers tensors that a compiled call without caches returned, so that later calls may treat one as a read-only cache.
+"""Returned: the registry of tensors that compiled calls without caches returned; a later call may read such a tensor as a cache.
 
 The keys and values of cross-attention are computed once, by a call that does not attend to them, and passed to every step. Such a tensor is
 a cache: nothing writes it again. A tensor made by uncompiled code may be made again in every step, and would be encoded each time.

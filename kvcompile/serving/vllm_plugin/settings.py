@@ -1,4 +1,4 @@
-"""Settings of the plugin: the schemes that ``KVCOMPILE_SCHEME`` names, and the block layout of an engine with these schemes."""
+"""Settings of the vLLM plugin: schemes, read from the environment variable ``KVCOMPILE_SCHEME``, and the block layout that follows."""
 
 from __future__ import annotations
 

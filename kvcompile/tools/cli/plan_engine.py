@@ -97,9 +97,8 @@ def _tables(
         table.add_column(name, justify="right")
     for item in options:
         kl = f"{damages[item.label]:.2g}" if item.label in damages else ""
-        table.add_row(
-            escape(item.label), f"{item.token:,}", f"{item.token / item.dense:.1%}", f"{item.tokens:,}", f"{item.requests(demand.context):,}", kl
-        )
+        share, requests = f"{item.token / item.dense:.1%}", f"{item.requests(demand.context):,}"
+        table.add_row(escape(item.label), f"{item.token:,}", share, f"{item.tokens:,}", requests, kl)
     parts: list[RenderableType] = [head, table]
     if windows := sorted({layer.window for layer in layers if layer.window is not None}):
         parts.append(Text(f"layers with a window of {windows[0]:,} tokens are counted like the others", style="yellow"))

@@ -137,11 +137,11 @@ def _share_axis(axis: Any) -> None:
     """Make the axis of bytes logarithmic, with percents as they are written."""
     from matplotlib.ticker import NullFormatter
 
-    ticks = [15, 20, 25, 30, 40, 50, 70, 100, 150, 200]
     low, high = axis.get_xlim()
+    ticks = [tick for tick in (15, 20, 25, 30, 40, 50, 70, 100, 150, 200) if low <= tick <= high * 1.25]
     axis.set_xscale("log")
     axis.set_xlim(max(low, 1.0) * 0.85, high * 1.25)
-    axis.set_xticks([tick for tick in ticks if low <= tick <= high * 1.25], [str(tick) for tick in ticks if low <= tick <= high * 1.25])
+    axis.set_xticks(ticks, [str(tick) for tick in ticks])
     axis.xaxis.set_minor_formatter(NullFormatter())
 
 

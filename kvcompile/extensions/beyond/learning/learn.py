@@ -51,9 +51,9 @@ def sequences(batch: Any) -> int:
 
 
 def grouped(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:
-    """Yield groups of consecutive batches, the pieces of one step each, with at least ``size`` sequences in total.
+    """Yield lists of consecutive batches, one list for each optimizer step, with at least ``size`` sequences in a list.
 
-    The last group may have fewer.
+    The last list may have fewer.
     """
     pieces: list[Any] = []
     held = 0
@@ -199,7 +199,7 @@ class _Loop:
             self.folder.save(self.trainer, self.progress, self.best or self.trainer.tables(self.fingerprint))
 
     def _resumed(self) -> None:
-        """Restore the trainer, the progress and the best tables from the run folder's checkpoint.
+        """Load the run folder's checkpoint into this run: the trainer's state, the progress and the best tables so far.
 
         Raises BadRun for a damaged checkpoint, and BadTables if the best tables cannot be read.
         """

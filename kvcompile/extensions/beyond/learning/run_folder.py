@@ -86,7 +86,7 @@ class RunFolder:
             file.write(json.dumps(line) + "\n")
 
     def keep_best(self, scheme: Beyond) -> None:
-        """Write the tables of ``scheme``, the best so far, to the folder; nothing if the folder is only read.
+        """Write the tables of ``scheme`` to ``best.safetensors`` in the folder; does nothing if the folder is only read.
 
         Raises BadTables for a scheme without a model's tables.
         """

@@ -139,7 +139,7 @@ class _Form:
         return Write(idiom, self.node, self.root, self.values, (), self.axes.token_dim, Position(), count, places=places)
 
     def _fix_sizes(self) -> None:
-        """Guard that the sizes of values and indices which every valid call has equal are equal, where they are different symbols.
+        """Add guards that values and indices have the sizes of the written block: every valid call has, but symbols may differ.
 
         Torch compares them no sooner than their codes are written, in a graph whose guards may be complete by then.
         """
